@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <linattn/attention.hpp>
+#include <linattn/engine/arguments.hpp>
+#include <linattn/engine/scan.hpp>
+#include <linattn/engine/walker.hpp>
+
+/// \file engine.hpp
+/// From a public call to kernels: checks, plan, workspace, launches.
+
+namespace LinAttn::detail {
+
+/// A region of the profiling tools that ends with the scope.
+class Region {
+ public:
+  explicit Region(const char* label) { Kokkos::Profiling::pushRegion(label); }
+  ~Region() { Kokkos::Profiling::popRegion(); }
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+};
+
+/// Workers walking all tasks of one kind.
+template <class ExecSpace, class Args, Walk Kind, class T, class QueryMap, class KeyMap>
+struct WalkKernel {
+  using A = accumulator_t<T>;
+  using Member = typename Kokkos::TeamPolicy<ExecSpace>::member_type;
+  static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
+
+  Args args;
+  bool transposed;
+
+  KOKKOS_FUNCTION void operator()(const Member& member) const {
+    if constexpr (is_host_space_v<ExecSpace>)
+      work(member, HostTeam{});
+    else
+      work(member, DeviceTeam<Member>{member});
+  }
+
+  template <class Team>
+  KOKKOS_FUNCTION void work(const Member& member, const Team& team) const {
+    std::byte* memory = args.worker_memory + member.league_rank() * args.plan.tile_bytes;
+    if constexpr (!Team::on_host) {
+      if (args.plan.tiles_in_scratch)
+        memory = static_cast<std::byte*>(member.team_shmem().get_shmem(args.plan.tile_bytes));
+    }
+    // padding takes part in vector arithmetic and must hold numbers
+    for_each(team, static_cast<int>(args.plan.tile_bytes / sizeof(int)),
+             [&](int i) { reinterpret_cast<int*>(memory)[i] = 0; });
+    team.barrier();
+    ArenaCursor arena(memory);
+    const Tiles<A> tiles(arena, args, Kind, transposed, scaled);
+    Walker<Team, T, QueryMap, KeyMap> walker(team, args, tiles, transposed);
+    for (std::int64_t task = member.league_rank(); task < args.tasks; task += member.league_size())
+      walker.run(Kind, task);
+  }
+};
+
+/// One call of one pass: everything between the public function and the kernels.
+template <class T, class ExecSpace, Variant V>
+class Call {
+ public:
+  using A = accumulator_t<T>;
+  using QueryMap = query_map_t<V>;
+  using KeyMap = key_map_t<V>;
+  using Args = Arguments<T, QueryMap, KeyMap>;
+  static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
+
+  /// Checks extents, parameters and options, and makes the plan.
+  Call(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
+       const Options& options)
+      : m_exec(exec),
+        m_problem(problem),
+        m_pass(pass),
+        m_args{.query_map = variant.query_map(), .key_map = variant.key_map()} {
+    problem.validate(options.causal);
+    const std::int64_t features = validate_variant<ExecSpace>(variant, problem);
+    constexpr std::int64_t largest_row = 1 << 16;
+    if (features > largest_row || problem.d > largest_row || problem.dv > largest_row)
+      throw InvalidArgument(message("LinAttn: rows of at most ", largest_row,
+                                    " entries are supported, found D=", problem.d, " features=",
+                                    features, " Dv=", problem.dv));
+    if (!(options.scale - options.scale == 0.0))
+      throw InvalidArgument(message("LinAttn: scale must be finite, found ", options.scale));
+    m_args.batch = problem.batch;
+    m_args.heads = problem.heads;
+    m_args.kv_heads = problem.kv_heads;
+    m_args.group = problem.group();
+    m_args.nq = problem.nq;
+    m_args.nk = problem.nk;
+    m_args.d = static_cast<int>(problem.d);
+    m_args.dv = static_cast<int>(problem.dv);
+    m_args.features = static_cast<int>(features);
+    m_args.causal = options.causal;
+    m_args.normalise = options.normalise.value_or(V::normalise_by_default);
+    m_args.scale = static_cast<A>(options.scale);
+    MachineTraits machine;
+    machine.host = is_host_space_v<ExecSpace>;
+    machine.concurrency = concurrency(exec);
+    if (!machine.host)
+      machine.scratch_bytes = static_cast<std::size_t>(Kokkos::TeamPolicy<ExecSpace>::scratch_size_max(0));
+    m_args.plan = make_plan(problem, machine, options.chunk, options.segments, [&](int chunk) {
+      Args trial = m_args;
+      trial.plan.chunk = chunk;
+      return worker_bytes(trial);
+    });
+    m_args.tasks = problem.batch * problem.kv_heads * m_args.plan.segments;
+    if constexpr (scaled) {
+      const std::int64_t interval = std::int64_t(m_args.plan.chunk) * m_args.plan.shift_interval;
+      m_args.shift_entries = (problem.nk + interval - 1) / interval + 1;
+    }
+  }
+
+  const Plan& plan() const { return m_args.plan; }
+  Args& arguments() { return m_args; }
+
+  std::size_t workspace_bytes() {
+    ArenaCursor counter;
+    place(counter);
+    return counter.required();
+  }
+
+  void use_workspace(const Workspace<ExecSpace>& workspace) {
+    const std::size_t needed = workspace_bytes();
+    if (workspace.size() < needed)
+      throw InvalidArgument(message("LinAttn: the workspace needs ", needed, " bytes for ",
+                                    m_problem.to_string(), ", found ", workspace.size()));
+    if (needed == 0) return;
+    ArenaCursor arena(workspace.data());
+    place(arena);
+  }
+
+  void launch_forward() {
+    if (m_args.tasks == 0 || m_args.nq == 0) return;
+    const Region region("LinAttn::forward");
+    if (m_args.plan.segments > 1) {
+      walk<Walk::key_state>("LinAttn::forward::key_state", false);
+      scan("LinAttn::forward::scan", m_args.causal ? ScanKind::prefix : ScanKind::total, false);
+    }
+    walk<Walk::output>("LinAttn::forward::output", false);
+  }
+
+  void launch_backward(const Gradients<ExecSpace, T>& gradients) {
+    const Region region("LinAttn::backward");
+    if (m_args.tasks > 0) {
+      if (m_args.nq > 0 && (gradients.q.present() || gradients.query_parameter.present()))
+        launch_query_gradients();
+      if (m_args.nk > 0 &&
+          (gradients.k.present() || gradients.v.present() || gradients.key_parameter.present()))
+        launch_key_gradients();
+    }
+    if constexpr (ParameterizedFeatureMap<QueryMap>)
+      sum_parts("LinAttn::backward::query_parameter", gradients.query_parameter,
+                m_args.query_parameter_parts, m_args.nq, m_args.group);
+    if constexpr (ParameterizedFeatureMap<KeyMap>)
+      sum_parts("LinAttn::backward::key_parameter", gradients.key_parameter,
+                m_args.key_parameter_parts, m_args.nk, 1);
+  }
+
+ private:
+  std::size_t worker_bytes(const Args& args) const {
+    const auto bytes = [&](Walk walk, bool transposed) {
+      ArenaCursor counter;
+      Tiles<A>(counter, args, walk, transposed, scaled);
+      return counter.required();
+    };
+    if (m_pass == Pass::forward) return bytes(Walk::output, false);  // key_state needs a part of it
+    return std::max(bytes(Walk::query_gradient, true), bytes(Walk::key_gradient, true));
+  }
+
+  void place(ArenaCursor& arena) {
+    const Plan& plan = m_args.plan;
+    if (!plan.tiles_in_scratch)
+      m_args.worker_memory =
+          arena.take<std::byte>(static_cast<std::int64_t>(plan.tile_bytes) * plan.workers);
+    if (plan.segments > 1) {
+      m_args.states.values = arena.take<A>(m_args.tasks * m_args.state_size());
+      m_args.states.sums = arena.take<A>(m_args.tasks * m_args.features);
+      if constexpr (scaled) {
+        m_args.states.shifts = arena.take<int>(m_args.tasks * m_args.features);
+        m_args.states.carried_shifts = arena.take<int>(m_args.tasks * m_args.features);
+      }
+    }
+    if (m_pass == Pass::backward) {
+      if constexpr (scaled)
+        m_args.shift_table = arena.take<int>(m_problem.batch * m_problem.kv_heads *
+                                             m_args.shift_entries * m_args.features);
+      if constexpr (ParameterizedFeatureMap<QueryMap>)
+        m_args.query_parameter_parts = arena.take<double>(m_args.tasks * m_args.group);
+      if constexpr (ParameterizedFeatureMap<KeyMap>)
+        m_args.key_parameter_parts = arena.take<double>(m_args.tasks);
+    }
+  }
+
+  void launch_query_gradients() {
+    if (m_args.plan.segments > 1) {
+      walk<Walk::key_state>("LinAttn::backward::key_state", true);
+      scan("LinAttn::backward::prefix_scan", m_args.causal ? ScanKind::prefix : ScanKind::total, true);
+    }
+    walk<Walk::query_gradient>("LinAttn::backward::query_gradient", true);
+  }
+
+  void launch_key_gradients() {
+    if constexpr (scaled) find_shifts();
+    if (m_args.plan.segments > 1) {
+      walk<Walk::query_state>("LinAttn::backward::query_state", true);
+      scan("LinAttn::backward::suffix_scan", m_args.causal ? ScanKind::suffix : ScanKind::total, true);
+    }
+    walk<Walk::key_gradient>("LinAttn::backward::key_gradient", true);
+  }
+
+  template <Walk Kind>
+  void walk(const char* label, bool transposed) {
+    Kokkos::TeamPolicy<ExecSpace> policy(m_exec, m_args.plan.workers, m_args.plan.team_size);
+    if (m_args.plan.tiles_in_scratch)
+      policy.set_scratch_size(0, Kokkos::PerTeam(static_cast<int>(m_args.plan.tile_bytes)));
+    Kokkos::parallel_for(label, policy,
+                         WalkKernel<ExecSpace, Args, Kind, T, QueryMap, KeyMap>{m_args, transposed});
+  }
+
+  void scan(const char* label, ScanKind kind, bool transposed) {
+    const ScanStates<ExecSpace, A, scaled> kernel{m_args.states,
+                                                  kind,
+                                                  transposed,
+                                                  m_args.plan.segments,
+                                                  m_args.features,
+                                                  m_args.dv,
+                                                  m_problem.batch * m_problem.kv_heads};
+    launch_teams(label, kernel.units * kernel.blocks(), kernel);
+  }
+
+  void find_shifts() {
+    const std::int64_t units = m_problem.batch * m_problem.kv_heads;
+    launch_teams("LinAttn::backward::find_shifts", units * m_args.shift_entries,
+                 FindShifts<ExecSpace, T, QueryMap, KeyMap>{m_args});
+    launch_teams("LinAttn::backward::scan_shifts", units,
+                 ScanShifts<ExecSpace>{m_args.shift_table, m_args.shift_entries, m_args.features});
+  }
+
+  template <class Kernel>
+  void launch_teams(const char* label, std::int64_t teams, const Kernel& kernel) {
+    Kokkos::parallel_for(
+        label,
+        Kokkos::TeamPolicy<ExecSpace>(m_exec, static_cast<int>(teams), m_args.plan.team_size, 1),
+        kernel);
+  }
+
+  void sum_parts(const char* label, const TensorRef<double, 1, ExecSpace>& gradient,
+                 const double* parts, std::int64_t tokens, std::int64_t group) {
+    if (!gradient.present() || gradient.extent(0) == 0) return;
+    const bool nothing = m_args.tasks == 0 || tokens == 0;  // an empty sum
+    Kokkos::parallel_for(
+        label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, gradient.extent(0)),
+        SumParameterParts<ExecSpace>{parts, gradient.data(), gradient.stride(0),
+                                     nothing ? 0 : m_problem.batch, m_problem.kv_heads,
+                                     m_args.plan.segments, group});
+  }
+
+  ExecSpace m_exec;
+  Problem m_problem;
+  Pass m_pass;
+  Args m_args;
+};
+
+// ---- checks of what the caller gave -----------------------------------------------------------
+
+template <class Tensor>
+void require_shape(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
+  std::string shape = "(";
+  bool same = tensor.present();
+  for (int r = 0; r < Tensor::rank; ++r) {
+    shape += (r ? ", " : "") + std::to_string(expected[r]);
+    same = same && tensor.extent(r) == expected[r];
+  }
+  if (!same)
+    throw InvalidArgument(message("LinAttn: ", name, " must have shape ", shape, "), found ",
+                                  tensor.present() ? tensor.shape() : std::string("nothing")));
+}
+
+template <class Tensor>
+void require_output(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
+  require_shape(name, tensor, expected);
+  for (int r = 0; r < Tensor::rank; ++r)
+    if (tensor.extent(r) > 1 && tensor.stride(r) == 0)
+      throw InvalidArgument(message("LinAttn: ", name, " is written and cannot be a broadcast View ",
+                                    "(stride 0 in dimension ", r, " of ", tensor.shape(), ")"));
+}
+
+template <class ExecSpace, class T>
+Problem problem_of(const Inputs<ExecSpace, T>& in) {
+  for (const auto& [name, tensor] : {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}})
+    if (!tensor->present()) throw InvalidArgument(message("LinAttn: input ", name, " is missing"));
+  Problem p;
+  p.batch = in.q.extent(0);
+  p.heads = in.q.extent(1);
+  p.kv_heads = in.k.extent(1);
+  p.nq = in.q.extent(2);
+  p.nk = in.k.extent(2);
+  p.d = in.q.extent(3);
+  p.dv = in.v.extent(3);
+  require_shape("k", in.k, {p.batch, p.kv_heads, p.nk, p.d});
+  require_shape("v", in.v, {p.batch, p.kv_heads, p.nk, p.dv});
+  return p;
+}
+
+}  // namespace LinAttn::detail
+
+namespace LinAttn {
+
+template <class T, class ExecSpace, Variant V>
+Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
+          const Options& options) {
+  return detail::Call<T, ExecSpace, V>(exec, variant, problem, pass, options).plan();
+}
+
+template <class T, class ExecSpace, Variant V>
+std::size_t workspace_size(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
+                           const Options& options) {
+  return detail::Call<T, ExecSpace, V>(exec, variant, problem, pass, options).workspace_bytes();
+}
+
+template <class T, class ExecSpace, Variant V>
+void forward(const ExecSpace& exec, const V& variant,
+             const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+             const std::type_identity_t<Saved<ExecSpace, T>>& saved,
+             const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
+  const Problem p = detail::problem_of(inputs);
+  detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::forward, options);
+  detail::require_output("o", saved.o, {p.batch, p.heads, p.nq, p.dv});
+  if (saved.denominator.present())
+    detail::require_output("denominator", saved.denominator, {p.batch, p.heads, p.nq});
+  call.use_workspace(workspace);
+  auto& args = call.arguments();
+  args.q = decltype(args.q)(inputs.q);
+  args.k = decltype(args.k)(inputs.k);
+  args.v = decltype(args.v)(inputs.v);
+  args.o = decltype(args.o)(saved.o);
+  args.denominator = decltype(args.denominator)(saved.denominator);
+  call.launch_forward();
+}
+
+template <class T, class ExecSpace, Variant V>
+void backward(const ExecSpace& exec, const V& variant,
+              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
+              const std::type_identity_t<TensorRef<const T, 4, ExecSpace>>& d_o,
+              const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
+              const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
+  const Problem p = detail::problem_of(inputs);
+  detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::backward, options);
+  auto& args = call.arguments();
+  detail::require_shape("d_o", d_o, {p.batch, p.heads, p.nq, p.dv});
+  if (args.normalise) {
+    detail::require_shape("saved o", saved.o, {p.batch, p.heads, p.nq, p.dv});
+    detail::require_shape("saved denominator", saved.denominator, {p.batch, p.heads, p.nq});
+  }
+  if (gradients.q.present())
+    detail::require_output("gradient of q", gradients.q, {p.batch, p.heads, p.nq, p.d});
+  if (gradients.k.present())
+    detail::require_output("gradient of k", gradients.k, {p.batch, p.kv_heads, p.nk, p.d});
+  if (gradients.v.present())
+    detail::require_output("gradient of v", gradients.v, {p.batch, p.kv_heads, p.nk, p.dv});
+  const auto require_parameter = [&](const char* side, const char* name, const auto& gradient,
+                                     std::int64_t heads) {
+    if (!gradient.present()) return;
+    if (!name)
+      throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " has no ", side,
+                                            " parameter to differentiate"));
+    detail::require_output(name, gradient, {heads});
+  };
+  require_parameter("query", V::query_parameter, gradients.query_parameter, p.heads);
+  require_parameter("key", V::key_parameter, gradients.key_parameter, p.kv_heads);
+  call.use_workspace(workspace);
+  args.q = decltype(args.q)(inputs.q);
+  args.k = decltype(args.k)(inputs.k);
+  args.v = decltype(args.v)(inputs.v);
+  args.o = decltype(args.o)(saved.o);
+  args.denominator = decltype(args.denominator)(saved.denominator);
+  args.d_o = decltype(args.d_o)(d_o);
+  args.d_q = decltype(args.d_q)(gradients.q);
+  args.d_k = decltype(args.d_k)(gradients.k);
+  args.d_v = decltype(args.d_v)(gradients.v);
+  if (!gradients.query_parameter.present()) args.query_parameter_parts = nullptr;
+  if (!gradients.key_parameter.present()) args.key_parameter_parts = nullptr;
+  call.launch_backward(gradients);
+}
+
+namespace detail {
+template <class ExecSpace>
+auto allocate_workspace(const ExecSpace& exec, std::size_t bytes) {
+  using View = Kokkos::View<std::byte*, typename ExecSpace::memory_space>;
+  (void)exec;
+  return View(Kokkos::view_alloc(std::string("LinAttn::workspace"), Kokkos::WithoutInitializing), bytes);
+}
+}  // namespace detail
+
+template <class T, class ExecSpace, Variant V>
+void forward(const ExecSpace& exec, const V& variant,
+             const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+             const std::type_identity_t<Saved<ExecSpace, T>>& saved, const Options& options) {
+  const auto arena = detail::allocate_workspace(
+      exec, workspace_size<T>(exec, variant, detail::problem_of(inputs), Pass::forward, options));
+  forward<T>(exec, variant, inputs, saved, Workspace<ExecSpace>(arena), options);
+  detail::fence(exec, "LinAttn::forward::workspace_release");
+}
+
+template <class T, class ExecSpace, Variant V>
+void backward(const ExecSpace& exec, const V& variant,
+              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
+              const std::type_identity_t<TensorRef<const T, 4, ExecSpace>>& d_o,
+              const std::type_identity_t<Gradients<ExecSpace, T>>& gradients, const Options& options) {
+  const auto arena = detail::allocate_workspace(
+      exec, workspace_size<T>(exec, variant, detail::problem_of(inputs), Pass::backward, options));
+  backward<T>(exec, variant, inputs, saved, d_o, gradients, Workspace<ExecSpace>(arena), options);
+  detail::fence(exec, "LinAttn::backward::workspace_release");
+}
+
+}  // namespace LinAttn

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cmath>
+#include <concepts>
+#include <cstdint>
+#include <cstring>
+#include <linattn/kokkos_compat.hpp>
+#include <linattn/tensor.hpp>
+#include <type_traits>
+
+/// \file feature_map.hpp
+/// Feature maps phi: the row of D entries of a query or key -> a row of R features, with pullback.
+///
+/// Three forms; a map is a small trivially copyable struct of one of them. All members are
+/// KOKKOS_FUNCTIONs and T is the accumulator type (float or double).
+///
+/// **Elementwise** (R = D), f = phi(x) for each entry:
+///
+///     template <class T> T value(T x) const;
+///     template <class T> T derivative(T x, T f) const;        // phi'(x), f = phi(x) is given too
+///
+/// **Row-wise** (any R), for maps that mix the entries of a row (normalisation, products, projections):
+///
+///     std::int64_t features(std::int64_t d) const;                                    // R
+///     template <class T> void row_value(ConstRow<T> x, Row<T> f) const;               // f = phi(x)
+///     template <class T> void row_pullback(ConstRow<T> x, ConstRow<T> f, ConstRow<T> df,
+///                                          Row<T> dx) const;                          // dx = J(x)^T df
+///
+/// **Scaled** (elementwise, exponential growth): features are f(x) 2^-s with an integer shift s chosen
+/// by the engine so that nothing overflows (see Exponential), and derivatives are proportional to f:
+///
+///     template <class T> int exponent(T x) const;             // integer n with f(x) within a factor 2 of 2^n
+///     template <class T> T value(T x, int shift) const;       // f(x) 2^-shift
+///     template <class T> T derivative(T x, T f) const;        // homogeneous of degree 1 in f
+///
+/// A map with one differentiable scalar for each head offers
+///
+///     template <class T> auto bind(std::int64_t head) const;  // the map of one head
+///
+/// whose result has `template <class T> T parameter_derivative(T x, T f) const` (elementwise and
+/// scaled maps only), and `template <class ExecSpace> void validate(const char* name, std::int64_t
+/// heads) const` on the unbound map, called on the host before any kernel.
+
+namespace LinAttn {
+
+/// A row of values in fast or global memory.
+template <class T>
+struct Row {
+  T* data;
+  std::int64_t size;
+  std::int64_t stride;
+  KOKKOS_FUNCTION T& operator[](std::int64_t i) const { return data[i * stride]; }
+};
+template <class T>
+using ConstRow = Row<const T>;
+
+/// The map of one head: a map without parameters is its own.
+template <class T, class Map>
+KOKKOS_FORCEINLINE_FUNCTION auto bind_map(const Map& map, std::int64_t head) {
+  if constexpr (requires { map.template bind<T>(head); })
+    return map.template bind<T>(head);
+  else
+    return map;
+}
+
+template <class Map, class T = double>
+using BoundMap = decltype(bind_map<T>(std::declval<const Map&>(), std::int64_t(0)));
+
+/// Elementwise map: see the top of this file.
+template <class Map>
+concept ElementwiseFeatureMap = requires(const BoundMap<Map>& map, double x) {
+  { map.value(x) } -> std::same_as<double>;
+  { map.derivative(x, x) } -> std::same_as<double>;
+};
+
+/// Scaled map: see the top of this file.
+template <class Map>
+concept ScaledFeatureMap = requires(const BoundMap<Map>& map, double x) {
+  { map.exponent(x) } -> std::same_as<int>;
+  { map.value(x, 0) } -> std::same_as<double>;
+  { map.derivative(x, x) } -> std::same_as<double>;
+};
+
+/// Row-wise map: see the top of this file.
+template <class Map>
+concept RowFeatureMap = requires(const BoundMap<Map>& map, ConstRow<double> in, Row<double> out) {
+  { map.features(std::int64_t(1)) } -> std::same_as<std::int64_t>;
+  map.row_value(in, out);
+  map.row_pullback(in, in, in, out);
+};
+
+template <class Map>
+concept FeatureMap = std::is_trivially_copyable_v<Map> &&
+                     (ElementwiseFeatureMap<Map> || ScaledFeatureMap<Map> || RowFeatureMap<Map>);
+
+/// Whether the map has one differentiable scalar for each head.
+template <class Map>
+concept ParameterizedFeatureMap = requires(const BoundMap<Map>& map, double x) {
+  { map.parameter_derivative(x, x) } -> std::same_as<double>;
+};
+
+/// R, the features of a row of d entries.
+template <FeatureMap Map>
+std::int64_t feature_count(const Map& map, std::int64_t d) {
+  if constexpr (RowFeatureMap<Map>)
+    return map.features(d);
+  else
+    return d;
+}
+
+/// phi(x) = x.
+struct IdentityMap {
+  template <class T>
+  KOKKOS_FUNCTION T value(T x) const {
+    return x;
+  }
+  template <class T>
+  KOKKOS_FUNCTION T derivative(T, T) const {
+    return T(1);
+  }
+};
+
+/// phi(x) = max(x, 0), with phi'(0) = 0.
+struct ReluMap {
+  template <class T>
+  KOKKOS_FUNCTION T value(T x) const {
+    return x < T(0) ? T(0) : x;  // a NaN stays a NaN
+  }
+  template <class T>
+  KOKKOS_FUNCTION T derivative(T x, T) const {
+    return x > T(0) ? T(1) : T(0);
+  }
+};
+
+/// phi(x) = x^2.
+struct QuadraticMap {
+  template <class T>
+  KOKKOS_FUNCTION T value(T x) const {
+    return x * x;
+  }
+  template <class T>
+  KOKKOS_FUNCTION T derivative(T x, T) const {
+    return T(2) * x;
+  }
+};
+
+namespace detail {
+
+/// 2^e exactly; 0 below the smallest normal number and infinity above the largest.
+template <class T>
+KOKKOS_FORCEINLINE_FUNCTION T power_of_two(int e) {
+  if constexpr (sizeof(T) == 4) {
+    e = e < -127 ? -127 : e;
+    e = e > 128 ? 128 : e;
+    const std::uint32_t bits = static_cast<std::uint32_t>(e + 127) << 23;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+  } else {
+    e = e < -1023 ? -1023 : e;
+    e = e > 1024 ? 1024 : e;
+    const std::uint64_t bits = static_cast<std::uint64_t>(e + 1023) << 52;
+    double result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+  }
+}
+
+/// 2^f for |f| <= 1/2 and a little beyond, by its Taylor polynomial (ln 2)^k / k!; the error of the
+/// series is below 2^-26 (float) and 2^-56 (double), so that rounding dominates.
+template <class T>
+KOKKOS_FORCEINLINE_FUNCTION T exp2_fraction(T f) {
+  T p;
+  if constexpr (sizeof(T) == 4) {
+    p = T(1.5252733804059841e-05);
+  } else {
+    p = T(1.3691488853904128e-12);
+    p = p * f + T(2.5678435993488206e-11);
+    p = p * f + T(4.4455382718708116e-10);
+    p = p * f + T(7.0549116208011234e-09);
+    p = p * f + T(1.0178086009239700e-07);
+    p = p * f + T(1.3215486790144310e-06);
+    p = p * f + T(1.5252733804059841e-05);
+  }
+  p = p * f + T(1.5403530393381609e-04);
+  p = p * f + T(1.3333558146428443e-03);
+  p = p * f + T(9.6181291076284769e-03);
+  p = p * f + T(5.5504108664821583e-02);
+  p = p * f + T(2.4022650695910072e-01);
+  p = p * f + T(6.9314718055994529e-01);
+  return p * f + T(1);
+}
+
+template <class T>
+KOKKOS_FORCEINLINE_FUNCTION T fused_multiply_add(T a, T b, T c) {
+  using std::fma;
+  return fma(a, b, c);
+}
+
+template <class T>
+KOKKOS_FORCEINLINE_FUNCTION T round_to_integer(T x) {
+  using std::rint;
+  return rint(x);
+}
+
+/// exp(rate x) split into mantissa and integer exponent of base 2.
+template <class T>
+struct BoundExponential {
+  T rate;      // derivative of the logarithm
+  T high;      // rate / ln 2, rounded to T ...
+  T low;       // ... and what the rounding left
+  /// Logarithms to base 2 saturate at this size, where T resolves less than 1/16 of them.
+  static constexpr T limit = T(1 << 20);
+
+  KOKKOS_FORCEINLINE_FUNCTION T nearest(T x) const {
+    T y = x * high;
+    y = y > -limit ? y : -limit;  // also for a NaN
+    y = y < limit ? y : limit;
+    return round_to_integer(y);
+  }
+  KOKKOS_FORCEINLINE_FUNCTION int exponent(T x) const { return static_cast<int>(nearest(x)); }
+  KOKKOS_FORCEINLINE_FUNCTION T value(T x, int shift) const {
+    const T n = nearest(x);
+    T f = fused_multiply_add(x, low, fused_multiply_add(x, high, -n));
+    f = f < T(-1) ? T(-1) : f;  // saturated; a NaN passes
+    f = f > T(1) ? T(1) : f;
+    return exp2_fraction(f) * power_of_two<T>(static_cast<int>(n) - shift);
+  }
+  KOKKOS_FORCEINLINE_FUNCTION T derivative(T, T f) const { return rate * f; }
+  KOKKOS_FORCEINLINE_FUNCTION T parameter_derivative(T x, T f) const { return x * f; }
+};
+
+}  // namespace detail
+
+/// phi(x) = x + 1 for x > 0, exp(x) else (elu + 1).
+struct EluPlusOneMap {
+  template <class T>
+  KOKKOS_FUNCTION T value(T x) const {
+    constexpr double log2_e = 1.4426950408889634;
+    const detail::BoundExponential<T> exponential{
+        T(1), T(log2_e), T(sizeof(T) == 4 ? log2_e - double(T(log2_e)) : 2.0355273740931033e-17)};
+    return x > T(0) ? x + T(1) : exponential.value(x, 0);
+  }
+  template <class T>
+  KOKKOS_FUNCTION T derivative(T x, T f) const {
+    return x > T(0) ? T(1) : f;
+  }
+};
+
+/// phi(x) = exp(rate x), one rate for each head (alpha of the queries, beta of the keys of LLN).
+///
+/// Evaluated to within 2 ulp for |rate x| / ln 2 up to 2^20, where it saturates; exp(-inf) = 0,
+/// exp(+inf) saturates, a NaN stays one. Source: specs of LLN attention, 5.1; base-2 integer shifts make
+/// every later rescaling an exact change of exponent.
+struct ExponentialMap {
+  Parameter rate = 1.0;
+
+  template <class T>
+  KOKKOS_FUNCTION detail::BoundExponential<T> bind(std::int64_t head) const {
+    // log2(e) as the sum of two doubles; the product with the rate keeps about 100 bits.
+    constexpr double log2_e_high = 1.4426950408889634;
+    constexpr double log2_e_low = 2.0355273740931033e-17;
+    const double r = rate(head);
+    const double product = r * log2_e_high;
+    const double rest = detail::fused_multiply_add(r, log2_e_high, -product) + r * log2_e_low;
+    const T high = static_cast<T>(product);
+    const T low = static_cast<T>((product - static_cast<double>(high)) + rest);
+    return {static_cast<T>(r), high, low};
+  }
+
+  template <class ExecSpace>
+  void validate(const char* name, std::int64_t heads) const {
+    rate.validate<ExecSpace>(name, heads);
+  }
+};
+
+}  // namespace LinAttn

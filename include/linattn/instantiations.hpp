@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <linattn/attention.hpp>
+#include <linattn/variants.hpp>
+
+/// \file instantiations.hpp
+/// The library holds the shipped variants for float and double on every enabled execution space; these
+/// declarations keep a user's translation unit from compiling them again.
+
+/// Applies MACRO(prefix, T, ExecSpace, V) to each execution space that this Kokkos has.
+#if defined(KOKKOS_ENABLE_SERIAL)
+#define LINATTN_FOR_SERIAL(MACRO, PREFIX, T, V) MACRO(PREFIX, T, Kokkos::Serial, V)
+#else
+#define LINATTN_FOR_SERIAL(MACRO, PREFIX, T, V)
+#endif
+#if defined(KOKKOS_ENABLE_OPENMP)
+#define LINATTN_FOR_OPENMP(MACRO, PREFIX, T, V) MACRO(PREFIX, T, Kokkos::OpenMP, V)
+#else
+#define LINATTN_FOR_OPENMP(MACRO, PREFIX, T, V)
+#endif
+#if defined(KOKKOS_ENABLE_CUDA)
+#define LINATTN_FOR_CUDA(MACRO, PREFIX, T, V) MACRO(PREFIX, T, Kokkos::Cuda, V)
+#else
+#define LINATTN_FOR_CUDA(MACRO, PREFIX, T, V)
+#endif
+
+#define LINATTN_INSTANTIATE_ONE(PREFIX, T, EXEC, V)                                                  \
+  PREFIX template LinAttn::Plan LinAttn::plan<T, EXEC, V>(                                           \
+      const EXEC&, const V&, const LinAttn::Problem&, LinAttn::Pass, const LinAttn::Options&);       \
+  PREFIX template std::size_t LinAttn::workspace_size<T, EXEC, V>(                                   \
+      const EXEC&, const V&, const LinAttn::Problem&, LinAttn::Pass, const LinAttn::Options&);       \
+  PREFIX template void LinAttn::forward<T, EXEC, V>(                                                 \
+      const EXEC&, const V&, const LinAttn::Inputs<EXEC, T>&, const LinAttn::Saved<EXEC, T>&,        \
+      const LinAttn::Workspace<EXEC>&, const LinAttn::Options&);                                     \
+  PREFIX template void LinAttn::backward<T, EXEC, V>(                                                \
+      const EXEC&, const V&, const LinAttn::Inputs<EXEC, T>&, const LinAttn::Saved<EXEC, T>&,        \
+      const LinAttn::TensorRef<const T, 4, EXEC>&, const LinAttn::Gradients<EXEC, T>&,               \
+      const LinAttn::Workspace<EXEC>&, const LinAttn::Options&);
+
+/// Declares (PREFIX = extern) or defines (PREFIX empty) everything the library holds for one variant.
+#define LINATTN_INSTANTIATE(PREFIX, V)                             \
+  LINATTN_FOR_SERIAL(LINATTN_INSTANTIATE_ONE, PREFIX, float, V)    \
+  LINATTN_FOR_SERIAL(LINATTN_INSTANTIATE_ONE, PREFIX, double, V)   \
+  LINATTN_FOR_OPENMP(LINATTN_INSTANTIATE_ONE, PREFIX, float, V)    \
+  LINATTN_FOR_OPENMP(LINATTN_INSTANTIATE_ONE, PREFIX, double, V)   \
+  LINATTN_FOR_CUDA(LINATTN_INSTANTIATE_ONE, PREFIX, float, V)      \
+  LINATTN_FOR_CUDA(LINATTN_INSTANTIATE_ONE, PREFIX, double, V)
+
+#if !defined(LINATTN_DEFINES_INSTANTIATIONS)
+LINATTN_INSTANTIATE(extern, LinAttn::Identity)
+LINATTN_INSTANTIATE(extern, LinAttn::Elu)
+LINATTN_INSTANTIATE(extern, LinAttn::Relu)
+LINATTN_INSTANTIATE(extern, LinAttn::Quadratic)
+LINATTN_INSTANTIATE(extern, LinAttn::Lln)
+#endif

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <Kokkos_Core.hpp>
+
+/// \file kokkos_compat.hpp
+/// Every difference between Kokkos 3.4 and newer releases that LinAttn meets, in one place.
+
+#if !defined(KOKKOS_VERSION) || KOKKOS_VERSION < 30400
+#error "LinAttn needs Kokkos 3.4 or newer"
+#endif
+
+namespace LinAttn::detail {
+
+/// Threads that can run at once on this execution-space instance.
+template <class ExecSpace>
+int concurrency(const ExecSpace& exec) {
+#if KOKKOS_VERSION >= 40000
+  return static_cast<int>(exec.concurrency());
+#else
+  (void)exec;
+  return static_cast<int>(ExecSpace::concurrency());
+#endif
+}
+
+/// Waits for one instance. Older releases take no label.
+template <class ExecSpace>
+void fence(const ExecSpace& exec, const char* label) {
+#if KOKKOS_VERSION >= 30500
+  exec.fence(label);
+#else
+  (void)label;
+  exec.fence();
+#endif
+}
+
+/// Whether kernels of ExecSpace run on the host, as one thread for each team.
+template <class ExecSpace>
+inline constexpr bool is_host_space_v =
+    bool(Kokkos::SpaceAccessibility<Kokkos::HostSpace, typename ExecSpace::memory_space>::accessible) &&
+    bool(Kokkos::SpaceAccessibility<ExecSpace, Kokkos::HostSpace>::accessible);
+
+}  // namespace LinAttn::detail

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <linattn/error.hpp>
+
+/// \file problem.hpp
+/// The extents of one attention call and the rules among them.
+
+namespace LinAttn {
+
+/// Extents of one attention call.
+///
+///     q (batch, heads, nq, d)   k (batch, kv_heads, nk, d)   v (batch, kv_heads, nk, dv)
+///     o (batch, heads, nq, dv)  denominator (batch, heads, nq)
+///
+/// Query head h reads key/value head floor(h / group()), so kv_heads must divide heads: equal is
+/// multi-head attention, kv_heads = 1 multi-query attention, anything between grouped-query attention.
+/// Any extent may be 0 except that heads and kv_heads are 0 together.
+///
+/// Under a causal mask query i stands at position i + nk - nq (bottom-right alignment) and sees the
+/// keys up to that position, so nq <= nk is required.
+struct Problem {
+  std::int64_t batch = 0;     ///< B, number of sequences
+  std::int64_t heads = 0;     ///< H, query heads
+  std::int64_t kv_heads = 0;  ///< Hkv, key/value heads; divides heads
+  std::int64_t nq = 0;        ///< Nq, queries of a sequence
+  std::int64_t nk = 0;        ///< Nk, keys of a sequence
+  std::int64_t d = 0;         ///< D, features of a query or key row
+  std::int64_t dv = 0;        ///< Dv, features of a value row
+
+  /// Query heads that share one key/value head.
+  std::int64_t group() const { return kv_heads == 0 ? 0 : heads / kv_heads; }
+
+  /// Position of query 0 among the keys under a causal mask.
+  std::int64_t causal_offset() const { return nk - nq; }
+
+  /// \throws InvalidArgument naming the extents if a rule above is broken.
+  void validate(bool causal) const {
+    if (batch < 0 || heads < 0 || kv_heads < 0 || nq < 0 || nk < 0 || d < 0 || dv < 0)
+      throw InvalidArgument(detail::message("LinAttn: negative extent in ", to_string()));
+    if ((kv_heads == 0) != (heads == 0) || (kv_heads > 0 && heads % kv_heads != 0))
+      throw InvalidArgument(detail::message("LinAttn: ", kv_heads, " key/value heads do not divide ",
+                                            heads, " query heads"));
+    if (causal && nq > nk)
+      throw InvalidArgument(detail::message("LinAttn: causal attention needs Nq <= Nk, found Nq = ", nq,
+                                            " and Nk = ", nk));
+  }
+
+  std::string to_string() const {
+    return detail::message("B=", batch, " H=", heads, " Hkv=", kv_heads, " Nq=", nq, " Nk=", nk,
+                           " D=", d, " Dv=", dv);
+  }
+
+  friend bool operator==(const Problem&, const Problem&) = default;
+};
+
+}  // namespace LinAttn

@@ -1,0 +1,514 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <linattn/error.hpp>
+#include <linattn/problem.hpp>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+/// \file dense.hpp
+/// The oracle: attention and its gradients from the full matrix of weights, in O(B H Nq Nk (D +
+/// Dv)) operations and without any prefix sum, state, chunk or factored feature product, so that it
+/// shares no step with the engine it judges. Needs neither Kokkos nor the engine.
+///
+/// ### Forward
+///
+/// For query head h, key/value head g = floor(h / (H/Hkv)), query i and the set V(i) of keys it
+/// sees,
+///
+///     w_ij = sum_d t(q_id, k_jd),   t(x, y) = phi(x) phi(y)             identity, elu, relu,
+///     quadratic
+///                                   t(x, y) = exp(alpha_h x + beta_g y) lln
+///     A_ij = w_ij / s_i,  s_i = sum_{j in V(i)} w_ij                    normalised
+///     A_ij = scale w_ij                                                 not normalised
+///     o_i  = sum_{j in V(i)} A_ij v_j
+///
+/// For lln with normaliser the exponents are taken relative to the largest of the row,
+///
+///     c_i = max_{j in V(i), d} (alpha q_id + beta k_jd),   t = exp(alpha q_id + beta k_jd - c_i),
+///
+/// that is log w_ij = c_i + log sum_d exp(alpha q_id + beta k_jd - c_i), and exp(c_i) cancels
+/// exactly in A. Every t lies in [0, 1] and one of them is 1, so nothing overflows and s_i >= 1.
+///
+/// ### Backward
+///
+/// With g_i = dL/do_i the chain rule runs through the matrices, not through sums of features:
+///
+///     dA_ij = g_i . v_j
+///     dw_ij = (dA_ij - sum_l A_il dA_il) / s_i     normalised: dA_il/dw_ij = (delta_jl - A_il) /
+///     s_i dw_ij = scale dA_ij                          not normalised dv_j  = sum_{h in group(g),
+///     i sees j} A_ij g_i dq_id = sum_{j in V(i)} dw_ij dt/dx(q_id, k_jd) dk_jd = sum_{h in
+///     group(g), i sees j} dw_ij dt/dy(q_id, k_jd) dalpha_h = sum_{b,i,j,d} dw_ij q_id t(q_id,
+///     k_jd),   dbeta_g = sum_{b,h,i,j,d} dw_ij k_jd t(q_id, k_jd)
+///
+/// with dt/dx = phi'(x) phi(y) or alpha t, and likewise in y. In terms of responsibilities
+/// r_ijd = t / w_ij = softmax over d this is dlog w_ij / dq_id = alpha r_ijd. Both s_i and t carry
+/// the factor exp(-c_i), which cancels; c_i itself carries no gradient.
+///
+/// ### Rows that see nothing
+///
+/// V(i) is what the mask leaves: j <= i + Nk - Nq under a causal mask, only keys with key_mask = 1,
+/// only keys of the own member of a packed batch. Keys outside V(i) are not read in row i. A
+/// normalised row with s_i = 0 (no key, or all features zero) has o_i = 0 and contributes to no
+/// gradient.
+///
+/// ### Accuracy
+///
+/// All sums are compensated (Neumaier), the exponents of lln are formed without rounding error, so
+/// each sum is good to a few units roundoff of the sum of its absolute terms, independent of the
+/// extents. `long double` is the arbiter where the terms cancel.
+
+namespace LinAttn::reference {
+
+/// Kernels the reference knows; the names are those of the HDF5 layout.
+enum class Kernel {
+  identity,   ///< phi(x) = x
+  elu,        ///< phi(x) = x + 1 for x > 0, else exp(x)
+  relu,       ///< phi(x) = max(x, 0), phi'(0) = 0
+  quadratic,  ///< phi(x) = x^2
+  lln         ///< phi_q(x) = exp(alpha x), phi_k(x) = exp(beta x)
+};
+
+namespace detail {
+
+inline constexpr std::array<std::pair<std::string_view, Kernel>, 5> kernel_names{
+    {{"identity", Kernel::identity},
+     {"elu", Kernel::elu},
+     {"relu", Kernel::relu},
+     {"quadratic", Kernel::quadratic},
+     {"lln", Kernel::lln}}};
+
+}  // namespace detail
+
+/// Kernel of a variant's name.
+/// \throws InvalidArgument if there is none, listing the names.
+inline Kernel kernel_from_name(std::string_view name) {
+  std::string known;
+  for (const auto& [text, kernel] : detail::kernel_names) {
+    if (text == name) return kernel;
+    known += known.empty() ? "" : ", ";
+    known += text;
+  }
+  throw InvalidArgument(LinAttn::detail::message("LinAttn::reference: unknown kernel '", name,
+                                                 "', expected one of ", known));
+}
+
+/// Name of a kernel, the inverse of kernel_from_name().
+inline std::string_view kernel_name(Kernel kernel) {
+  for (const auto& [text, known] : detail::kernel_names)
+    if (known == kernel) return text;
+  return "unknown";
+}
+
+/// Everything but the extents and the numbers. An empty vector means that the thing is absent.
+struct Settings {
+  Kernel kernel = Kernel::identity;
+  bool causal = false;
+  bool normalise =
+      true;          ///< divide by the sum of weights; a caller of identity usually wants false
+  double scale = 1;  ///< factor of the output when not normalised, else without effect
+  std::vector<double> alpha{};               ///< (H), lln only
+  std::vector<double> beta{};                ///< (Hkv), lln only
+  std::vector<std::uint8_t> key_mask{};      ///< (B, Nk), 1 = visible
+  std::vector<std::int64_t> cu_seqlens_q{};  ///< (S+1) borders of packed members; then B = 1
+  std::vector<std::int64_t> cu_seqlens_k{};  ///< (S+1)
+};
+
+/// Types the reference is computed in.
+template <class Real>
+concept ReferenceReal = std::same_as<Real, double> || std::same_as<Real, long double>;
+
+/// Row-major tensors q (B,H,Nq,D), k (B,Hkv,Nk,D), v (B,Hkv,Nk,Dv).
+template <class Real>
+struct Tensors {
+  std::vector<Real> q, k, v;
+};
+
+/// Gradients with the shapes of the tensors; alpha (H) and beta (Hkv) for lln, else empty.
+template <class Real>
+struct GradientSet {
+  std::vector<Real> q, k, v, alpha, beta;
+};
+
+namespace detail {
+
+/// Compensated sum (Neumaier): |error| <= (u + O(n u^2)) |sum| + O(n u^2) sum of |terms|.
+template <class Real>
+class Sum {
+ public:
+  void add(Real term) {
+    const Real total = m_total + term;
+    m_lost +=
+        std::abs(m_total) >= std::abs(term) ? (m_total - total) + term : (term - total) + m_total;
+    m_total = total;
+  }
+  // An infinite total makes m_lost a NaN that would hide it.
+  Real value() const { return std::isfinite(m_total) ? m_total + m_lost : m_total; }
+
+ private:
+  Real m_total = 0;
+  Real m_lost = 0;
+};
+
+template <class Real>
+std::vector<Real> values(const std::vector<Sum<Real>>& sums) {
+  std::vector<Real> result;
+  result.reserve(sums.size());
+  for (const auto& sum : sums) result.push_back(sum.value());
+  return result;
+}
+
+/// An unevaluated sum high + low with |low| at most a few roundings of high.
+template <class Real>
+struct Pair {
+  Real high = 0;
+  Real low = 0;
+};
+
+template <class Real>
+Pair<Real> exact_sum(Real a, Real b) {
+  const Real sum = a + b;
+  if (!std::isfinite(sum)) return {sum, 0};
+  const Real part = sum - a;
+  return {sum, (a - (sum - part)) + (b - part)};
+}
+
+template <class Real>
+Pair<Real> exact_product(Real a, Real b) {
+  const Real product = a * b;
+  if (!std::isfinite(product)) return {product, 0};
+  return {product, std::fma(a, b, -product)};
+}
+
+/// What a query or key element contributes to t(x, y).
+template <class Real>
+struct Feature {
+  Real value = 0;         ///< phi(x)
+  Real slope = 0;         ///< phi'(x)
+  Pair<Real> exponent{};  ///< alpha x or beta x, lln only
+};
+
+template <class Real>
+Feature<Real> feature(Kernel kernel, double parameter, Real x) {
+  switch (kernel) {
+    case Kernel::identity:
+      return {x, 1};
+    case Kernel::elu:
+      return x > 0 ? Feature<Real>{x + 1, 1} : Feature<Real>{std::exp(x), std::exp(x)};
+    case Kernel::relu:
+      if (x <= 0) return {0, 0};
+      return {x, 1};  // a NaN too: it must not turn into a zero
+    case Kernel::quadratic:
+      return {x * x, 2 * x};
+    case Kernel::lln:
+      break;
+  }
+  return {0, 0, exact_product(static_cast<Real>(parameter), x)};
+}
+
+/// One query row with the keys it sees.
+template <class Real>
+struct Row {
+  std::size_t head = 0;           ///< query head h
+  std::size_t kv_head = 0;        ///< key/value head g
+  std::size_t query = 0;          ///< row number in q and o
+  std::vector<std::size_t> keys;  ///< row numbers in k and v of the visible keys
+  std::vector<Real> terms;        ///< t(q_id, k_jd), keys x D
+  std::vector<Real> weights;      ///< w_ij, keys
+  Real denominator = 0;           ///< s_i
+
+  /// A normalised row without weight gives zeros and no gradient.
+  bool vanishes(bool normalise) const { return normalise && denominator == 0; }
+};
+
+/// Checked arguments, element features and the walk over the rows.
+template <ReferenceReal Real>
+class Rows {
+ public:
+  Rows(const Problem& problem, const Settings& settings, const Tensors<Real>& tensors)
+      : m_problem(problem), m_settings(settings), m_tensors(tensors) {
+    check();
+    m_queries = features(m_tensors.q, m_problem.heads, m_problem.nq, m_settings.alpha);
+    m_keys = features(m_tensors.k, m_problem.kv_heads, m_problem.nk, m_settings.beta);
+  }
+
+  std::size_t d() const { return static_cast<std::size_t>(m_problem.d); }
+  std::size_t dv() const { return static_cast<std::size_t>(m_problem.dv); }
+  bool exponential() const { return m_settings.kernel == Kernel::lln; }
+
+  const Feature<Real>& query_feature(const Row<Real>& row, std::size_t c) const {
+    return m_queries[row.query * d() + c];
+  }
+  const Feature<Real>& key_feature(const Row<Real>& row, std::size_t j, std::size_t c) const {
+    return m_keys[row.keys[j] * d() + c];
+  }
+
+  /// dt/dx(q_ic, k_jc) for the j-th visible key.
+  Real by_query(const Row<Real>& row, std::size_t j, std::size_t c) const {
+    if (exponential())
+      return static_cast<Real>(m_settings.alpha[row.head]) * row.terms[j * d() + c];
+    return query_feature(row, c).slope * key_feature(row, j, c).value;
+  }
+  /// dt/dy(q_ic, k_jc) for the j-th visible key.
+  Real by_key(const Row<Real>& row, std::size_t j, std::size_t c) const {
+    if (exponential())
+      return static_cast<Real>(m_settings.beta[row.kv_head]) * row.terms[j * d() + c];
+    return query_feature(row, c).value * key_feature(row, j, c).slope;
+  }
+
+  /// Calls visit(row) for every query row of every head and batch entry, weights included.
+  template <class Visit>
+  void for_each(Visit&& visit) const {
+    const std::int64_t group = m_problem.group();
+    Row<Real> row;
+    for (std::int64_t b = 0; b < m_problem.batch; ++b)
+      for (std::int64_t h = 0; h < m_problem.heads; ++h)
+        for (std::int64_t i = 0; i < m_problem.nq; ++i) {
+          row.head = static_cast<std::size_t>(h);
+          row.kv_head = static_cast<std::size_t>(h / group);
+          row.query = static_cast<std::size_t>((b * m_problem.heads + h) * m_problem.nq + i);
+          see(b, h / group, i, row.keys);
+          weigh(row);
+          visit(std::as_const(row));
+        }
+  }
+
+ private:
+  void see(std::int64_t b, std::int64_t kv_head, std::int64_t i,
+           std::vector<std::size_t>& keys) const {
+    std::int64_t q_begin = 0, q_end = m_problem.nq, k_begin = 0, k_end = m_problem.nk;
+    const auto& cu_q = m_settings.cu_seqlens_q;
+    const auto& cu_k = m_settings.cu_seqlens_k;
+    if (!cu_q.empty()) {
+      std::size_t member = 0;
+      while (cu_q[member + 1] <= i) ++member;
+      q_begin = cu_q[member], q_end = cu_q[member + 1];
+      k_begin = cu_k[member], k_end = cu_k[member + 1];
+    }
+    if (m_settings.causal)
+      k_end = k_begin + (i - q_begin) + (k_end - k_begin) - (q_end - q_begin) + 1;
+    keys.clear();
+    for (std::int64_t j = k_begin; j < k_end; ++j)
+      if (m_settings.key_mask.empty() ||
+          m_settings.key_mask[static_cast<std::size_t>(b * m_problem.nk + j)] != 0)
+        keys.push_back(
+            static_cast<std::size_t>((b * m_problem.kv_heads + kv_head) * m_problem.nk + j));
+  }
+
+  void weigh(Row<Real>& row) const {
+    row.terms.resize(row.keys.size() * d());
+    row.weights.resize(row.keys.size());
+    if (exponential())
+      exponential_terms(row);
+    else
+      for (std::size_t j = 0; j < row.keys.size(); ++j)
+        for (std::size_t c = 0; c < d(); ++c)
+          row.terms[j * d() + c] = query_feature(row, c).value * key_feature(row, j, c).value;
+    // s_i is summed from the elementary terms, not from the rounded w_ij.
+    Sum<Real> denominator;
+    for (std::size_t j = 0; j < row.keys.size(); ++j) {
+      Sum<Real> weight;
+      for (std::size_t c = 0; c < d(); ++c) {
+        weight.add(row.terms[j * d() + c]);
+        denominator.add(row.terms[j * d() + c]);
+      }
+      row.weights[j] = weight.value();
+    }
+    row.denominator = denominator.value();
+  }
+
+  void exponential_terms(Row<Real>& row) const {
+    std::vector<Pair<Real>> exponents(row.terms.size());
+    for (std::size_t j = 0; j < row.keys.size(); ++j)
+      for (std::size_t c = 0; c < d(); ++c) {
+        const Pair<Real>& x = query_feature(row, c).exponent;
+        const Pair<Real>& y = key_feature(row, j, c).exponent;
+        Pair<Real>& exponent = exponents[j * d() + c];
+        exponent = exact_sum(x.high, y.high);
+        exponent.low += x.low + y.low;
+      }
+    Real shift = 0;
+    if (m_settings.normalise && !exponents.empty()) {
+      shift = exponents.front().high;
+      for (const auto& exponent : exponents) shift = std::max(shift, exponent.high);
+      if (shift == -std::numeric_limits<Real>::infinity()) shift = 0;
+    }
+    for (std::size_t n = 0; n < exponents.size(); ++n) {
+      const Pair<Real> exponent = exact_sum(exponents[n].high, -shift);
+      const Real value = std::exp(exponent.high);
+      row.terms[n] = value + value * (exponent.low + exponents[n].low);
+    }
+  }
+
+  std::vector<Feature<Real>> features(const std::vector<Real>& x, std::int64_t heads,
+                                      std::int64_t rows,
+                                      const std::vector<double>& parameter) const {
+    const auto per_head = static_cast<std::size_t>(rows * m_problem.d);
+    std::vector<Feature<Real>> result(x.size());
+    for (std::size_t n = 0; n < x.size(); ++n)
+      result[n] = feature(
+          m_settings.kernel,
+          parameter.empty() ? 0 : parameter[n / per_head % static_cast<std::size_t>(heads)], x[n]);
+    return result;
+  }
+
+  void check() const {
+    m_problem.validate(m_settings.causal);
+    const auto& p = m_problem;
+    check_size("q", m_tensors.q.size(), p.batch * p.heads * p.nq * p.d);
+    check_size("k", m_tensors.k.size(), p.batch * p.kv_heads * p.nk * p.d);
+    check_size("v", m_tensors.v.size(), p.batch * p.kv_heads * p.nk * p.dv);
+    check_size("alpha", m_settings.alpha.size(), exponential() ? p.heads : 0);
+    check_size("beta", m_settings.beta.size(), exponential() ? p.kv_heads : 0);
+    if (!m_settings.key_mask.empty())
+      check_size("key_mask", m_settings.key_mask.size(), p.batch * p.nk);
+    check_packed();
+  }
+
+  void check_size(const char* name, std::size_t found, std::int64_t expected) const {
+    if (found != static_cast<std::size_t>(expected))
+      throw InvalidArgument(LinAttn::detail::message(
+          "LinAttn::reference: ", name, " has ", found, " elements, expected ", expected,
+          " for kernel ", kernel_name(m_settings.kernel), " and ", m_problem.to_string()));
+  }
+
+  void check_packed() const {
+    const auto& cu_q = m_settings.cu_seqlens_q;
+    const auto& cu_k = m_settings.cu_seqlens_k;
+    if (cu_q.empty() && cu_k.empty()) return;
+    if (cu_q.size() != cu_k.size())
+      throw InvalidArgument(LinAttn::detail::message("LinAttn::reference: cu_seqlens_q has ",
+                                                     cu_q.size(), " entries, cu_seqlens_k ",
+                                                     cu_k.size()));
+    if (!m_settings.key_mask.empty())
+      throw InvalidArgument("LinAttn::reference: key_mask and cu_seqlens exclude each other");
+    if (m_problem.batch != 1)
+      throw InvalidArgument(LinAttn::detail::message(
+          "LinAttn::reference: cu_seqlens needs B = 1, found ", m_problem.batch));
+    check_borders("cu_seqlens_q", cu_q, m_problem.nq);
+    check_borders("cu_seqlens_k", cu_k, m_problem.nk);
+    for (std::size_t s = 0; m_settings.causal && s + 1 < cu_q.size(); ++s)
+      if (cu_q[s + 1] - cu_q[s] > cu_k[s + 1] - cu_k[s])
+        throw InvalidArgument(LinAttn::detail::message(
+            "LinAttn::reference: causal packed member ", s, " has ", cu_q[s + 1] - cu_q[s],
+            " queries but only ", cu_k[s + 1] - cu_k[s], " keys"));
+  }
+
+  static void check_borders(const char* name, const std::vector<std::int64_t>& cu,
+                            std::int64_t rows) {
+    if (cu.front() != 0 || cu.back() != rows)
+      throw InvalidArgument(LinAttn::detail::message("LinAttn::reference: ", name, " runs from ",
+                                                     cu.front(), " to ", cu.back(),
+                                                     ", expected from 0 to ", rows));
+    for (std::size_t s = 0; s + 1 < cu.size(); ++s)
+      if (cu[s] > cu[s + 1])
+        throw InvalidArgument(LinAttn::detail::message("LinAttn::reference: ", name, " falls from ",
+                                                       cu[s], " to ", cu[s + 1], " at member ", s));
+  }
+
+  const Problem& m_problem;
+  const Settings& m_settings;
+  const Tensors<Real>& m_tensors;
+  std::vector<Feature<Real>> m_queries;
+  std::vector<Feature<Real>> m_keys;
+};
+
+/// sum_j weights_j v_jc over the visible keys.
+template <class Real>
+Real weighted_value(const Row<Real>& row, const std::vector<Real>& v, std::size_t dv,
+                    std::size_t c) {
+  Sum<Real> sum;
+  for (std::size_t j = 0; j < row.keys.size(); ++j)
+    sum.add(row.weights[j] * v[row.keys[j] * dv + c]);
+  return sum.value();
+}
+
+template <class Real>
+void check_cotangent(const Problem& problem, const std::vector<Real>& d_o) {
+  const auto expected =
+      static_cast<std::size_t>(problem.batch * problem.heads * problem.nq * problem.dv);
+  if (d_o.size() != expected)
+    throw InvalidArgument(LinAttn::detail::message("LinAttn::reference: d_o has ", d_o.size(),
+                                                   " elements, expected ", expected, " for ",
+                                                   problem.to_string()));
+}
+
+}  // namespace detail
+
+/// Output o (B,H,Nq,Dv) of the equations at the top of this file.
+/// \throws InvalidArgument if extents, sizes, masks or borders do not fit together.
+template <ReferenceReal Real>
+std::vector<Real> forward(const Problem& problem, const Settings& settings,
+                          const Tensors<Real>& tensors) {
+  const detail::Rows<Real> rows(problem, settings, tensors);
+  const std::size_t dv = rows.dv();
+  std::vector<Real> o(static_cast<std::size_t>(problem.batch * problem.heads * problem.nq) * dv);
+  rows.for_each([&](const detail::Row<Real>& row) {
+    if (row.vanishes(settings.normalise)) return;
+    for (std::size_t c = 0; c < dv; ++c) {
+      const Real sum = detail::weighted_value(row, tensors.v, dv, c);
+      o[row.query * dv + c] =
+          settings.normalise ? sum / row.denominator : static_cast<Real>(settings.scale) * sum;
+    }
+  });
+  return o;
+}
+
+/// Gradients of L with respect to q, k, v and, for lln, alpha and beta, given d_o = dL/do
+/// (B,H,Nq,Dv). \throws InvalidArgument if extents, sizes, masks or borders do not fit together.
+template <ReferenceReal Real>
+GradientSet<Real> backward(const Problem& problem, const Settings& settings,
+                           const Tensors<Real>& tensors, const std::vector<Real>& d_o) {
+  using detail::Sum;
+  const detail::Rows<Real> rows(problem, settings, tensors);
+  detail::check_cotangent(problem, d_o);
+  const std::size_t d = rows.d(), dv = rows.dv();
+  const auto scale = static_cast<Real>(settings.scale);
+
+  std::vector<Sum<Real>> dq(tensors.q.size()), dk(tensors.k.size()), dv_sums(tensors.v.size());
+  std::vector<Sum<Real>> dalpha(settings.alpha.size()), dbeta(settings.beta.size());
+  std::vector<Real> dw;
+  rows.for_each([&](const detail::Row<Real>& row) {
+    if (row.vanishes(settings.normalise)) return;
+    const std::size_t keys = row.keys.size();
+    const Real* g = d_o.data() + row.query * dv;
+
+    dw.resize(keys);
+    Sum<Real> mean;
+    for (std::size_t j = 0; j < keys; ++j) {
+      Sum<Real> sum;
+      for (std::size_t c = 0; c < dv; ++c) sum.add(g[c] * tensors.v[row.keys[j] * dv + c]);
+      dw[j] = sum.value();
+      mean.add(row.weights[j] * dw[j]);
+    }
+    for (std::size_t j = 0; j < keys; ++j)
+      dw[j] = settings.normalise ? (dw[j] - mean.value() / row.denominator) / row.denominator
+                                 : scale * dw[j];
+
+    for (std::size_t j = 0; j < keys; ++j) {
+      const Real a = settings.normalise ? row.weights[j] / row.denominator : scale * row.weights[j];
+      for (std::size_t c = 0; c < dv; ++c) dv_sums[row.keys[j] * dv + c].add(a * g[c]);
+      for (std::size_t c = 0; c < d; ++c) {
+        dq[row.query * d + c].add(dw[j] * rows.by_query(row, j, c));
+        dk[row.keys[j] * d + c].add(dw[j] * rows.by_key(row, j, c));
+        if (!rows.exponential()) continue;
+        const Real dt = dw[j] * row.terms[j * d + c];
+        dalpha[row.head].add(dt * tensors.q[row.query * d + c]);
+        dbeta[row.kv_head].add(dt * tensors.k[row.keys[j] * d + c]);
+      }
+    }
+  });
+  return {detail::values(dq), detail::values(dk), detail::values(dv_sums), detail::values(dalpha),
+          detail::values(dbeta)};
+}
+
+}  // namespace LinAttn::reference

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <linattn/variant.hpp>
+#include <string>
+#include <string_view>
+
+/// \file variants.hpp
+/// The variants that LinAttn ships, and the list that gives them tests, files, benchmarks and the app.
+
+namespace LinAttn {
+
+/// w_ij = q_i . k_j. Not divided by the row sum by default: it can have any sign and vanish.
+struct Identity : SameMapVariant<IdentityMap> {
+  static constexpr const char* name = "identity";
+  static constexpr bool normalise_by_default = false;
+};
+
+/// phi(x) = elu(x) + 1 (Katharopoulos et al. 2020).
+struct Elu : SameMapVariant<EluPlusOneMap> {
+  static constexpr const char* name = "elu";
+};
+
+/// phi(x) = max(x, 0). A row whose features all vanish gives o = 0.
+struct Relu : SameMapVariant<ReluMap> {
+  static constexpr const char* name = "relu";
+};
+
+/// phi(x) = x^2.
+struct Quadratic : SameMapVariant<QuadraticMap> {
+  static constexpr const char* name = "quadratic";
+};
+
+/// LLN attention: phi_q(x) = exp(alpha x), phi_k(x) = exp(beta x) (Nahshan, Kampeas, Haleva 2024).
+///
+/// alpha is one value for each query head, beta one for each key/value head; both may be differentiated.
+/// Shifts are per feature, compensated in the query, so nothing overflows and no epsilon is needed.
+struct Lln {
+  static constexpr const char* name = "lln";
+  static constexpr bool normalise_by_default = true;
+  static constexpr const char* query_parameter = "alpha";
+  static constexpr const char* key_parameter = "beta";
+
+  Parameter alpha = 1.0;
+  Parameter beta = 1.0;
+
+  ExponentialMap query_map() const { return {alpha}; }
+  ExponentialMap key_map() const { return {beta}; }
+};
+
+template <class... V>
+struct VariantList {};
+
+/// Every shipped variant of the engine: one line here gives a variant its tests, command line, fixtures
+/// and benchmarks.
+using Variants = VariantList<Identity, Elu, Relu, Quadratic, Lln>;
+
+namespace detail {
+template <class... V, class Body>
+void for_each_variant(VariantList<V...>, const Body& body) {
+  (body(std::type_identity<V>{}), ...);
+}
+}  // namespace detail
+
+/// body(std::type_identity<V>{}) for every shipped variant V, in the order of the list.
+template <class Body>
+void for_each_variant(const Body& body) {
+  detail::for_each_variant(Variants{}, body);
+}
+
+/// "identity, elu, ..." for messages.
+inline std::string variant_names() {
+  std::string names;
+  for_each_variant([&]<class V>(std::type_identity<V>) {
+    names += (names.empty() ? "" : ", ") + std::string(V::name);
+  });
+  return names;
+}
+
+/// body(std::type_identity<V>{}) for the shipped variant of that name. \throws InvalidArgument if none has it.
+template <class Body>
+void with_variant(std::string_view name, const Body& body) {
+  bool found = false;
+  for_each_variant([&]<class V>(std::type_identity<V> type) {
+    if (name == V::name) {
+      found = true;
+      body(type);
+    }
+  });
+  if (!found)
+    throw InvalidArgument(
+        detail::message("unknown variant '", name, "'; this build has ", variant_names()));
+}
+
+}  // namespace LinAttn
