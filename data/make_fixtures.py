@@ -1,0 +1,1633 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: BSD-3-Clause
+"""Writes the fixtures: inputs, expected outputs and expected gradients of linear attention.
+
+This is an oracle, so it shares no formula with the library. There is no chunk, no scan and no
+running state: every head materialises its Nq x Nk weights, and lln works on the logarithms
+
+    log w_ij = log sum_d exp(alpha q_id + beta k_jd).
+
+With W_ij the weights of the visible pairs (lln: divided by exp(c_i), which cancels), s_i their row
+sums and g_i the cotangent of o_i,
+
+    o_i        = sum_j W_ij v_j / s_i                     (normalised; 0 where s_i is 0)
+    dL/dW_ij   = g_i . (v_j - o_i) / s_i                  = A_ij
+    dL/dv_j    = sum_i W_ij g_i / s_i
+    dL/dq_i    = phi'(q_i) * sum_j A_ij phi(k_j),   dL/dk_j = phi'(k_j) * sum_i A_ij phi(q_i)
+
+and for lln, with the shares r_ijd = exp(alpha q_id + beta k_jd - c_i) of W_ij,
+
+    dL/dq_id   = alpha sum_j A_ij r_ijd,            dL/dk_jd = beta sum_i A_ij r_ijd
+    dL/dalpha  = sum_ijd A_ij r_ijd q_id,           dL/dbeta = sum_ijd A_ij r_ijd k_jd.
+
+Unnormalised: o_i = scale sum_j W_ij v_j, A_ij = scale g_i . v_j, dL/dv_j = scale sum_i W_ij g_i.
+
+Before a file is written, this script itself checks
+  1. the output against plain scalar loops over the definition (small cases),
+  2. every gradient against central finite differences of the output, below FD_LIMIT,
+  3. that the same formulas in fp64 and in fp32 stay well inside the tolerances, so that a fixture
+     never asks an implementation for digits which the problem does not have.
+The stored values come from NumPy's extended precision (x86: 64-bit significand) rounded once.
+
+    make_fixtures.py            writes fixtures/*.h5 and fixtures/extended/*.h5 beside this script
+    make_fixtures.py --check    regenerates into a temporary folder, compares, exits 1 if one differs
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import math
+import os
+import sys
+import tempfile
+import zlib
+
+try:
+    import numpy as np
+except ImportError:
+    sys.exit("make_fixtures.py: the Python module numpy is missing (Debian: python3-numpy)")
+try:
+    import h5py
+except ImportError:
+    sys.exit("make_fixtures.py: the Python module h5py is missing (Debian: python3-h5py)")
+
+if not __debug__:
+    sys.exit("make_fixtures.py: run it without -O, its checks are assertions")
+
+PRODUCER = "data/make_fixtures.py"
+SCHEMA = "linattn-1"
+FD_LIMIT = 1e-7
+RTOL_F64 = 1e-11  # the layout's defaults
+RTOL_F32 = 2e-5
+WIDE = np.longdouble
+LN2 = WIDE("0.693147180559945309417232121458176568")
+
+
+@dataclasses.dataclass
+class Case:
+    """One fixture: a problem, its cotangents, and how the file is to be written."""
+
+    name: str
+    variant: str
+    description: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    g: np.ndarray
+    causal: bool = False
+    normalise: bool = None  # None: the attribute is left out and the default holds
+    scale: float = None
+    alpha: object = None  # float: attribute; array: dataset, one per query head
+    beta: object = None  # float: attribute; array: dataset, one per key/value head
+    key_mask: np.ndarray = None
+    cu_q: np.ndarray = None
+    cu_k: np.ndarray = None
+    state: dict = None  # S, z and for lln shift
+    state_g: dict = None  # cotangents of the final S and z
+    # Entries that finite differences leave alone: kinks, and rows at which the output jumps.
+    still: dict = dataclasses.field(default_factory=dict)
+    # Gradients that vanish by mathematics: stored as exact zeros, so that comparison is absolute.
+    zero: tuple = ()
+    # Tolerance of the gradients in fp32 where the layout's default is out of reach, with reason.
+    grad_rtol_f32: float = RTOL_F32
+    folder: str = ""
+    storage: str = "<f8"
+    strings: str = "fixed-nullterm"
+    old_format: bool = False  # the file format of HDF5 before 1.8
+    integers: str = "<i8"
+    chunks: bool = False
+    notes_group: bool = False
+
+    def normalised(self):
+        return self.variant != "identity" if self.normalise is None else self.normalise
+
+    def parameters(self):
+        """The arrays that carry a gradient, by their name in /expected_grad."""
+        found = {"q": self.q, "k": self.k, "v": self.v}
+        if self.variant == "lln":
+            found.update(alpha=np.asarray(self.alpha), beta=np.asarray(self.beta))
+        if self.state is not None:
+            found.update({"state/S": self.state["S"], "state/z": self.state["z"]})
+        return found
+
+    def replaced(self, values):
+        """This case with other numbers in q, k, v, alpha, beta, state/S, state/z."""
+        plain = {n: x for n, x in values.items() if "/" not in n}
+        state = self.state
+        if state is not None:
+            state = dict(state, **{n[6:]: x for n, x in values.items() if n.startswith("state/")})
+        return dataclasses.replace(self, state=state, **plain)
+
+    def members(self):
+        """Yields (member, batch entry, query rows, key rows)."""
+        if self.cu_q is None:
+            for b in range(self.q.shape[0]):
+                yield b, b, slice(0, self.q.shape[2]), slice(0, self.k.shape[2])
+        else:
+            for m in range(len(self.cu_q) - 1):
+                yield (
+                    m,
+                    0,
+                    slice(self.cu_q[m], self.cu_q[m + 1]),
+                    slice(self.cu_k[m], self.cu_k[m + 1]),
+                )
+
+
+# --------------------------------------------------------------------------------------------------
+# The quadratic formulas
+
+
+def feature(variant, x):
+    """phi(x) and phi'(x)."""
+    if variant == "identity":
+        return x, np.ones_like(x)
+    if variant == "elu":
+        low = np.exp(np.minimum(x, 0))
+        return np.where(x > 0, x + 1, low), np.where(x > 0, np.ones_like(x), low)
+    if variant == "relu":
+        return np.maximum(x, 0), (x > 0).astype(x.dtype)
+    if variant == "quadratic":
+        return x * x, 2 * x
+    raise ValueError(variant)
+
+
+class Head:
+    """One query head of one member: the weights, the output and its pullback."""
+
+    def __init__(self, case, q, k, v, visible, alpha, beta, state):
+        self.case, self.q, self.k, self.v = case, q, k, v
+        self.alpha, self.beta, self.state = alpha, beta, state
+        one = q.dtype.type(1)
+        # Everything at a hidden pair is replaced, never multiplied by zero.
+        if case.variant == "lln":
+            # The checks in fp64 and fp32 take powers of 2, as an implementation may, and so feel
+            # the rounding of the exponents.
+            unit = q.dtype.type(1 if q.dtype == WIDE else 1 / LN2)
+            power = np.exp if q.dtype == WIDE else np.exp2
+            log_share = (unit * alpha) * q[:, None, :] + (unit * beta) * k[None, :, :]
+            hidden = np.broadcast_to(~visible[:, :, None], log_share.shape)
+            log_share = np.where(hidden, -np.inf, log_share)
+            log_state = None
+            if state is not None:
+                log_state = (unit * alpha) * q + state["shift"] * (unit * q.dtype.type(LN2))
+            c = np.zeros((q.shape[0], 1), q.dtype)
+            if case.normalised():
+                terms = [log_share.reshape(q.shape[0], -1 if q.size else 0)]
+                if log_state is not None:
+                    terms.append(log_state)
+                terms = np.concatenate(terms, axis=1)
+                if terms.shape[1]:
+                    c = terms.max(axis=1, keepdims=True)
+                c = np.where(np.isfinite(c), c, 0)
+            self.share = power(log_share - c[:, :, None])
+            self.weight = self.share.sum(axis=2)
+            self.from_state = None if log_state is None else power(log_state - c)
+        else:
+            self.phi_q, self.slope_q = feature(case.variant, q)
+            self.phi_k, self.slope_k = feature(case.variant, k)
+            product = np.einsum("id,jd->ij", self.phi_q, self.phi_k)
+            self.weight = np.where(visible, product, 0)
+            self.from_state = None if state is None else self.phi_q
+        self.visible = visible
+        numerator = np.einsum("ij,je->ie", self.weight, v)
+        if state is not None:
+            numerator = numerator + np.einsum("id,de->ie", self.from_state, state["S"])
+        if case.normalised():
+            denominator = self.weight.sum(axis=1)
+            if state is not None:
+                denominator = denominator + np.einsum("id,d->i", self.from_state, state["z"])
+            empty = denominator == 0
+            self.factor = np.where(empty, 0, one / np.where(empty, one, denominator))
+        else:
+            scale = 1.0 if case.scale is None else case.scale
+            self.factor = np.full(q.shape[0], scale, q.dtype)
+        self.o = self.factor[:, None] * numerator
+
+    def pullback(self, g):
+        case = self.case
+        scaled = g * self.factor[:, None]
+        seen = self.visible.any(axis=0)[:, None]  # a key that no query sees may hold anything
+        grad = {"v": np.einsum("ij,ie->je", self.weight, scaled)}
+        if case.normalised():
+            relative = self.v[None, :, :] - self.o[:, None, :]
+            a = np.einsum("ie,ije->ij", scaled, relative)
+        else:
+            a = np.einsum("ie,je->ij", scaled, self.v)
+        a = np.where(self.visible, a, 0)
+        to_feature = None
+        if self.state is not None:
+            # dL/dt_id for the state's terms t_id S_d and t_id z_d of numerator and denominator.
+            to_feature = np.einsum("ie,de->id", scaled, self.state["S"])
+            grad["S"] = np.einsum("id,ie->de", self.from_state, scaled)
+            grad["z"] = np.zeros_like(self.state["z"])
+            if case.normalised():
+                to_row = -np.einsum("ie,ie->i", scaled, self.o)
+                to_feature = to_feature + to_row[:, None] * self.state["z"][None, :]
+                grad["z"] = np.einsum("id,i->d", self.from_state, to_row)
+        if case.variant == "lln":
+            weighted = a[:, :, None] * self.share
+            by_query, by_key = weighted.sum(axis=1), weighted.sum(axis=0)
+            if to_feature is not None:
+                by_query = by_query + to_feature * self.from_state
+            grad["q"], grad["k"] = self.alpha * by_query, self.beta * by_key
+            grad["alpha"] = (self.q * by_query).sum()
+            grad["beta"] = (np.where(seen, self.k, 0) * by_key).sum()
+        else:
+            to_phi_q = np.einsum("ij,jd->id", a, self.phi_k)
+            if to_feature is not None:
+                to_phi_q = to_phi_q + to_feature
+            grad["q"] = self.slope_q * to_phi_q
+            grad["k"] = self.slope_k * np.einsum("ij,id->jd", a, self.phi_q)
+            grad["k"] = np.where(seen, grad["k"], 0)
+        return grad
+
+
+def final_shift(case):
+    """Base-2 exponents of the final lln state: the smallest integers above all its terms."""
+    shift = np.array(case.state["shift"], np.float64)
+    beta = np.broadcast_to(np.asarray(case.beta, np.float64), (case.k.shape[1],))
+    for m, b, _, keys in case.members():
+        for h in range(case.k.shape[1]):
+            k = case.k[b, h, keys]
+            if case.key_mask is not None:
+                k = k[case.key_mask[b, keys] != 0]
+            if len(k):
+                top = np.ceil((beta[h] * k / math.log(2.0)).max(axis=0))
+                shift[m, h] = np.maximum(shift[m, h], top)
+    return shift
+
+
+def evaluate(case, dtype, backward=True, shift_out=None):
+    """Outputs {o, state/S, state/z} and, if wanted, gradients, all computed in dtype."""
+    q, k, v, g = (np.asarray(x).astype(dtype) for x in (case.q, case.k, case.v, case.g))
+    batch, heads, _, d = q.shape
+    kv_heads, dv = k.shape[1], v.shape[3]
+    alpha = beta = None
+    if case.variant == "lln":
+        alpha = np.broadcast_to(np.asarray(case.alpha).astype(dtype), (heads,))
+        beta = np.broadcast_to(np.asarray(case.beta).astype(dtype), (kv_heads,))
+    out = {"o": np.zeros(q.shape[:3] + (dv,), dtype)}
+    grad = {"q": np.zeros_like(q), "k": np.zeros_like(k), "v": np.zeros_like(v)}
+    if case.variant == "lln":
+        grad["alpha"], grad["beta"] = np.zeros(heads, dtype), np.zeros(kv_heads, dtype)
+    if case.state is not None:
+        out["state/S"], out["state/z"] = (case.state[n].astype(dtype) for n in "Sz")
+        grad["state/S"], grad["state/z"] = (np.zeros_like(out["state/" + n]) for n in "Sz")
+
+    for m, b, rows, keys in case.members():
+        nq, nk = rows.stop - rows.start, keys.stop - keys.start
+        seen = np.arange(nk)
+        if case.key_mask is not None:
+            seen = seen[case.key_mask[b, keys] != 0]
+        at = keys.start + seen
+        visible = np.ones((nq, len(seen)), bool)
+        if case.causal:
+            visible = seen[None, :] <= np.arange(nq)[:, None] + (nk - nq)
+        for h in range(heads):
+            source = h // (heads // kv_heads)
+            state = None
+            if case.state is not None:
+                state = {n: x[m, source].astype(dtype) for n, x in case.state.items()}
+            head = Head(
+                case,
+                q[b, h, rows],
+                k[b, source, at],
+                v[b, source, at],
+                visible,
+                None if alpha is None else alpha[h],
+                None if beta is None else beta[source],
+                state,
+            )
+            out["o"][b, h, rows] = head.o
+            if backward:
+                part = head.pullback(g[b, h, rows])
+                grad["q"][b, h, rows] = part["q"]
+                grad["k"][b, source, at] += part["k"]
+                grad["v"][b, source, at] += part["v"]
+                if alpha is not None:
+                    grad["alpha"][h] += part["alpha"]
+                    grad["beta"][source] += part["beta"]
+                if state is not None:
+                    grad["state/S"][m, source] += part["S"]
+                    grad["state/z"][m, source] += part["z"]
+        if case.state is None:
+            continue
+        for h in range(kv_heads):
+            ks, vs = k[b, h, at], v[b, h, at]
+            kept = np.ones(d, dtype)
+            if case.variant == "lln":
+                to = shift_out[m, h].astype(dtype) * dtype(LN2)
+                kept = np.exp(case.state["shift"][m, h].astype(dtype) * dtype(LN2) - to)
+                phi = np.exp(beta[h] * ks - to)
+                slope = beta[h] * phi
+            else:
+                phi, slope = feature(case.variant, ks)
+            out["state/S"][m, h] = kept[:, None] * out["state/S"][m, h] + np.einsum(
+                "jd,je->de", phi, vs
+            )
+            out["state/z"][m, h] = kept * out["state/z"][m, h] + phi.sum(axis=0)
+            if backward:
+                gs, gz = (case.state_g[n][m, h].astype(dtype) for n in "Sz")
+                to_phi = np.einsum("je,de->jd", vs, gs) + gz
+                grad["k"][b, h, at] += slope * to_phi
+                grad["v"][b, h, at] += np.einsum("jd,de->je", phi, gs)
+                grad["state/S"][m, h] += kept[:, None] * gs
+                grad["state/z"][m, h] += kept * gz
+                if beta is not None:
+                    grad["beta"][h] += (ks * phi * to_phi).sum()
+    for name in ("alpha", "beta"):
+        if name in grad and np.ndim(getattr(case, name)) == 0:
+            grad[name] = grad[name].sum()
+    return out, (grad if backward else None)
+
+
+# --------------------------------------------------------------------------------------------------
+# The script's own checks
+
+
+def relative_error(found, reference):
+    """The layout's comparison: max|difference| / max|reference|, absolute where that is 0."""
+    found, reference = np.asarray(found, WIDE), np.asarray(reference, WIDE)
+    if reference.size == 0:
+        return 0.0
+    worst = np.max(np.abs(found - reference))
+    size = np.max(np.abs(reference))
+    if not (np.isfinite(worst) and np.isfinite(size)):
+        return math.inf
+    return float(worst / size if size > 0 else worst)
+
+
+def scalar_forward(case):
+    """o by loops over the definition, one number at a time."""
+    scalar = {
+        "identity": lambda x: x,
+        "elu": lambda x: x + 1.0 if x > 0.0 else math.exp(x),
+        "relu": lambda x: max(x, 0.0),
+        "quadratic": lambda x: x * x,
+    }
+    batch, heads, nq_all, d = case.q.shape
+    kv_heads, dv = case.k.shape[1], case.v.shape[3]
+    o = np.zeros((batch, heads, nq_all, dv))
+    q, k, v = case.q.tolist(), case.k.tolist(), case.v.tolist()
+    for m, b, rows, keys in case.members():
+        nq, nk = rows.stop - rows.start, keys.stop - keys.start
+        for h in range(heads):
+            source = math.floor(h / (heads / kv_heads))
+            for i in range(nq):
+                query, logs, weights, values, top = q[b][h][rows.start + i], [], [], [], 0.0
+                for j in range(nk):
+                    if case.causal and j > i + nk - nq:
+                        continue
+                    if case.key_mask is not None and not case.key_mask[b, keys.start + j]:
+                        continue
+                    key = k[b][source][keys.start + j]
+                    values.append(v[b][source][keys.start + j])
+                    if case.variant == "lln":
+                        a = np.broadcast_to(case.alpha, (heads,))[h].item()
+                        c = np.broadcast_to(case.beta, (kv_heads,))[source].item()
+                        logs.append([a * query[x] + c * key[x] for x in range(d)])
+                    else:
+                        phi = scalar[case.variant]
+                        weights.append(math.fsum(phi(query[x]) * phi(key[x]) for x in range(d)))
+                if case.variant == "lln" and logs:
+                    top = max(map(max, logs)) if case.normalised() else 0.0
+                    weights = [math.fsum(math.exp(x - top) for x in row) for row in logs]
+                parts = list(weights)
+                if case.state is not None:
+                    # Feature x of the query weighs row x of S and entry x of z.
+                    state = {n: s[m][source].tolist() for n, s in case.state.items()}
+                    if case.variant == "lln":
+                        a = np.broadcast_to(case.alpha, (heads,))[h].item()
+                        logs = [a * query[x] + state["shift"][x] * math.log(2.0) for x in range(d)]
+                        if not weights and case.normalised():
+                            top = max(logs)
+                        extra = [math.exp(x - top) for x in logs]
+                    else:
+                        extra = [scalar[case.variant](x) for x in query]
+                    parts += [t * z for t, z in zip(extra, state["z"])]
+                    weights += extra
+                    values += state["S"]
+                total = math.fsum(parts)
+                for e in range(dv):
+                    sum_e = math.fsum(w * row[e] for w, row in zip(weights, values))
+                    if not case.normalised():
+                        sum_e *= 1.0 if case.scale is None else case.scale
+                    elif total == 0.0:
+                        sum_e = 0.0
+                    else:
+                        sum_e /= total
+                    o[b, h, rows.start + i, e] = sum_e
+    return o
+
+
+def continued(case, out):
+    """A causal run cut in two, the second part started from the first's state, is the whole."""
+    cut = (case.q.shape[2] + 1) // 2
+    parts = []
+    state = case.state
+    for rows in (slice(0, cut), slice(cut, None)):
+        part = dataclasses.replace(
+            case, state=state, **{n: getattr(case, n)[:, :, rows] for n in "qkvg"}
+        )
+        shift = final_shift(part) if case.variant == "lln" else None
+        found, _ = evaluate(part, WIDE, backward=False, shift_out=shift)
+        parts.append(found["o"])
+        state = {n: found["state/" + n] for n in "Sz"}
+        if shift is not None:
+            state["shift"] = shift
+    error = max(
+        relative_error(np.concatenate(parts, axis=2), out["o"]),
+        *(relative_error(state[n], out["state/" + n]) for n in "Sz"),
+    )
+    assert error < 1e-13, f"{case.name}: continuing from the state differs by {error}"
+
+
+def loss(case, values, shift_out):
+    out, _ = evaluate(case.replaced(values), WIDE, backward=False, shift_out=shift_out)
+    total = (out["o"] * case.g.astype(WIDE)).sum()
+    if case.state is not None:
+        for n in "Sz":
+            total = total + (out["state/" + n] * case.state_g[n].astype(WIDE)).sum()
+    return total
+
+
+def finite_differences(case, grad, shift_out, rng):
+    """Largest error of the gradients against fourth-order central differences.
+
+    Random directions through each tensor; one entry at a time as well where that is cheap. The step
+    follows the tensor's size for the homogeneous maps and is absolute for the exponential ones.
+    """
+    values = {n: np.asarray(x).astype(WIDE) for n, x in case.parameters().items()}
+    worst = 0.0
+
+    def derivative(name, direction):
+        h = WIDE(1e-4)
+        total = WIDE(0)
+        for step, factor in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
+            moved = dict(values, **{name: values[name] + step * h * direction})
+            total = total + factor * loss(case, moved, shift_out)
+        return total / (12 * h)
+
+    entries = sum(x.size for x in values.values())
+    for name, x in values.items():
+        if x.size == 0:
+            continue
+        free = ~case.still.get(name, np.zeros(x.shape, bool)) & np.isfinite(x)
+        assert np.all(grad[name][~np.isfinite(x)] == 0)
+        unit = WIDE(1)
+        if name in ("q", "k") and case.variant in ("identity", "relu", "quadratic") and free.any():
+            unit = max(np.sqrt(np.mean(x[free] ** 2)), WIDE(1e-3))
+        for _ in range(3):
+            direction = np.where(free, unit * rng.standard_normal(x.shape).clip(-3, 3), 0)
+            terms = grad[name] * direction
+            size = np.sqrt((terms**2).sum())
+            error = abs(derivative(name, direction) - terms.sum())
+            worst = max(worst, float(error / size if size > 0 else error))
+        if entries > 320:
+            continue
+        size = np.max(np.abs(grad[name]))
+        for index in np.argwhere(free):
+            direction = np.zeros(x.shape, WIDE)
+            direction[tuple(index)] = unit
+            error = abs(derivative(name, direction) / unit - grad[name][tuple(index)])
+            worst = max(worst, float(error / size if size > 0 else error))
+    return worst
+
+
+@dataclasses.dataclass
+class Report:
+    scalar: float
+    fd: float
+    f64: float
+    f32: float
+
+
+def verified(case):
+    """Expected outputs and gradients of the case, after every check of this script."""
+    shift_out = None
+    if case.variant == "lln" and case.state is not None:
+        shift_out = final_shift(case)
+    with np.errstate(all="ignore"):
+        out, grad = evaluate(case, WIDE, shift_out=shift_out)
+        for name in case.zero:
+            size = float(np.max(np.abs(grad[name]), initial=0))
+            assert size < 1e-13, f"{case.name}: {name} should vanish, found {size}"
+            grad[name] = np.zeros_like(grad[name])
+        everything = {**out, **{"grad " + n: x for n, x in grad.items()}}
+        for name, x in everything.items():
+            assert np.all(np.isfinite(x)), f"{case.name}: {name} is not finite"
+
+        scalar = 0.0
+        batch, heads, nq, d = case.q.shape
+        if batch * heads * nq * case.k.shape[2] * d < 1000000:
+            scalar = relative_error(scalar_forward(case), out["o"])
+            assert scalar < 1e-13, f"{case.name}: scalar loops differ by {scalar}"
+
+        if case.state is not None and case.causal and case.cu_q is None and nq > 1:
+            continued(case, out)
+
+        rng = np.random.RandomState(zlib.crc32(b"differences " + case.name.encode()))
+        fd = finite_differences(case, grad, shift_out, rng)
+        assert fd < FD_LIMIT, f"{case.name}: finite differences differ by {fd}"
+
+        worst = {}
+        for dtype, limit, grad_limit in (
+            (np.float64, 0.1 * RTOL_F64, 0.1 * RTOL_F64),
+            (np.float32, 0.25 * RTOL_F32, 0.25 * case.grad_rtol_f32),
+        ):
+            low_out, low_grad = evaluate(case, dtype, shift_out=shift_out)
+            low = {**low_out, **{"grad " + n: x for n, x in low_grad.items()}}
+            errors = {n: relative_error(low[n], x) for n, x in everything.items()}
+            for name, error in errors.items():
+                assert error < (
+                    grad_limit if name.startswith("grad ") else limit
+                ), f"{case.name}: {dtype.__name__} loses {error:.1e} in {name}"
+            worst[dtype] = max(errors.values())
+    if shift_out is not None:
+        out["state/shift"] = shift_out
+    return out, grad, Report(scalar, fd, worst[np.float64], worst[np.float32])
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+def open_for_writing(path, old_format=False):
+    """A new file without time stamps, so that the same content gives the same bytes."""
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    creation.set_obj_track_times(False)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    if old_format:
+        access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_V18)
+    else:
+        access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
+    name = os.fsencode(path)
+    return h5py.File(h5py.h5f.create(name, h5py.h5f.ACC_TRUNC, creation, access))
+
+
+def require_group(file, path):
+    """The group of that path, made without time stamps where it is missing."""
+    group = file
+    for part in path.strip("/").split("/"):
+        if part not in group:
+            creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+            creation.set_obj_track_times(False)
+            h5py.h5g.create(group.id, part.encode(), gcpl=creation)
+        group = group[part]
+    return group
+
+
+def write_string(target, name, text, form="fixed-nullterm"):
+    """A scalar string attribute in one of the forms that other tools write."""
+    if form == "variable-utf8":
+        target.attrs[name] = text
+    elif form == "variable-ascii":
+        target.attrs.create(name, text, dtype=h5py.string_dtype("ascii"))
+    else:
+        pad = {
+            "fixed-nullterm": h5py.h5t.STR_NULLTERM,
+            "fixed-nullpad": h5py.h5t.STR_NULLPAD,
+            "fixed-spacepad": h5py.h5t.STR_SPACEPAD,
+        }[form]
+        data = text.encode("utf-8")
+        fill = b" " if form == "fixed-spacepad" else b"\0"
+        # One byte more than the text: the terminator, or one byte of padding.
+        kind = h5py.h5t.C_S1.copy()
+        kind.set_size(len(data) + 1)
+        kind.set_strpad(pad)
+        if form == "fixed-nullterm":
+            kind.set_cset(h5py.h5t.CSET_UTF8)
+        space = h5py.h5s.create(h5py.h5s.SCALAR)
+        attribute = h5py.h5a.create(target.id, name.encode(), kind, space)
+        attribute.write(np.frombuffer(data + fill, f"S{len(data) + 1}").reshape(()), mtype=kind)
+
+
+def write_dataset(file, path, data, dtype, chunks=False):
+    data = np.asarray(data).astype(dtype)
+    options = {"track_times": False}
+    if chunks and data.ndim == 4:
+        options["chunks"] = data.shape[:-2] + (1 + data.shape[-2] // 2,) + data.shape[-1:]
+    group, _, name = path.rpartition("/")
+    require_group(file, group).create_dataset(name, data=data, **options)
+
+
+def write(case, out, grad, path):
+    real = np.dtype(case.storage)
+    with open_for_writing(path, case.old_format) as file:
+        for name, text in (
+            ("schema", SCHEMA),
+            ("variant", case.variant),
+            ("producer", PRODUCER),
+            ("description", case.description),
+        ):
+            write_string(file, name, text, case.strings)
+        # Full is the default: lln's files say so, the others leave the attribute out.
+        causal = case.causal if case.causal or case.variant == "lln" else None
+        numbers = {"causal": causal, "normalise": case.normalise}
+        numbers = {n: int(x) for n, x in numbers.items() if x is not None}
+        reals = {n: getattr(case, n) for n in ("scale", "alpha", "beta")}
+        reals = {n: x for n, x in reals.items() if x is not None}
+        if numbers or reals:
+            config = require_group(file, "config")
+            for name, value in numbers.items():
+                config.attrs.create(name, value, dtype=case.integers)
+            for name, value in reals.items():
+                if np.ndim(value):
+                    write_dataset(file, "config/" + name, value, real)
+                else:
+                    config.attrs.create(name, value, dtype=">f8" if real.str[0] == ">" else "<f8")
+
+        def put(path, data, dtype=real):
+            write_dataset(file, path, data, dtype, case.chunks)
+
+        for name in "qkv":
+            put("inputs/" + name, getattr(case, name))
+        if case.key_mask is not None:
+            put("inputs/key_mask", case.key_mask, "u1")
+        if case.cu_q is not None:
+            put("inputs/cu_seqlens_q", case.cu_q, "<i8")
+            put("inputs/cu_seqlens_k", case.cu_k, "<i8")
+        put("cotangent/o", case.g)
+        if case.state is not None:
+            for name, data in case.state.items():
+                put("inputs/state/" + name, data)
+            for name, data in case.state_g.items():
+                put("cotangent/state/" + name, data)
+        for name, data in out.items():
+            put("expected/" + name, data)
+        for name, data in grad.items():
+            put("expected_grad/" + name, data)
+        if case.grad_rtol_f32 != RTOL_F32:
+            file["expected_grad"].attrs.create("rtol_f32", case.grad_rtol_f32, dtype="<f8")
+        if case.notes_group:
+            # Readers ignore groups that they do not know.
+            write_dataset(file, "notes/row_numbers", np.arange(case.q.shape[2]), "<i4")
+
+
+# --------------------------------------------------------------------------------------------------
+# The cases
+
+
+def source(name):
+    """A generator whose stream NumPy has frozen, seeded by the file's name."""
+    return np.random.RandomState(zlib.crc32(name.encode()))
+
+
+def away_from_zero(x, margin):
+    """Finite differences must not step over relu's kink or elu's jump of second derivative."""
+    return np.where(np.abs(x) < margin, np.where(x < 0, -margin, margin), x)
+
+
+def draw(name, variant, description, extents, spread=1.0, positive=False, **options):
+    """A case with Gaussian inputs; extents = (B, H, Hkv, Nq, Nk, D, Dv)."""
+    b, h, hkv, nq, nk, d, dv = extents
+    rng = source(name)
+    q = spread * rng.standard_normal((b, h, nq, d))
+    k = spread * rng.standard_normal((b, hkv, nk, d))
+    v = rng.standard_normal((b, hkv, nk, dv))
+    g = rng.standard_normal((b, h, nq, dv))
+    if positive:
+        q, k = np.abs(q) + 0.1, np.abs(k) + 0.1
+    if variant in ("elu", "relu"):
+        q, k = away_from_zero(q, 0.02), away_from_zero(k, 0.02)
+    if options.get("storage", "<f8")[1:] == "f4":
+        q, k, v, g = (x.astype(np.float32).astype(np.float64) for x in (q, k, v, g))
+    return Case(name, variant, description, q, k, v, g, **options)
+
+
+def random_state(case, shift=None):
+    """Gives the case a random initial state (positive z) and random cotangents of the final one."""
+    rng = source("state of " + case.name)
+    members = case.q.shape[0] if case.cu_q is None else len(case.cu_q) - 1
+    hkv, d, dv = case.k.shape[1], case.k.shape[3], case.v.shape[3]
+    case.state = {
+        "S": rng.standard_normal((members, hkv, d, dv)),
+        "z": 0.5 + np.abs(rng.standard_normal((members, hkv, d))),
+    }
+    if shift is not None:
+        case.state["shift"] = rng.randint(-shift, shift + 1, (members, hkv, d)).astype(np.float64)
+    case.state_g = {
+        "S": rng.standard_normal((members, hkv, d, dv)),
+        "z": rng.standard_normal((members, hkv, d)),
+    }
+    return case
+
+
+def foundation_cases():
+    # --- shapes: every extent differs from every other where the name says cross
+    yield draw(
+        "identity_full_cross_defaults",
+        "identity",
+        "no /config group: full mask, unnormalised, scale 1; all extents differ",
+        (2, 6, 3, 11, 19, 5, 7),
+        strings="variable-utf8",
+        old_format=True,
+    )
+    yield draw(
+        "identity_causal_gqa_scale_n65",
+        "identity",
+        "unnormalised with scale 0.5; one row more than 64",
+        (1, 4, 2, 65, 65, 3, 2),
+        causal=True,
+        scale=0.5,
+    )
+    yield draw(
+        "identity_causal_mqa_negative_scale_cross",
+        "identity",
+        "unnormalised with scale -2, one key/value head, normalise = 0 written out",
+        (2, 3, 1, 17, 33, 4, 6),
+        causal=True,
+        scale=-2.0,
+        normalise=False,
+    )
+    yield draw(
+        "identity_causal_normalised_positive",
+        "identity",
+        "normalise = 1 with positive features: the gradient through sum k of the denominator",
+        (2, 2, 1, 32, 32, 6, 4),
+        positive=True,
+        causal=True,
+        normalise=True,
+    )
+    yield draw(
+        "identity_full_normalised_scale_ignored",
+        "identity",
+        "scale -2 has no effect on a normalised output",
+        (2, 2, 1, 13, 37, 6, 4),
+        positive=True,
+        normalise=True,
+        scale=-2.0,
+    )
+
+    yield draw(
+        "elu_full_gqa_cross_n37_n53", "elu", "GQA, Nq != Nk, D != Dv", (1, 4, 2, 37, 53, 3, 5)
+    )
+    yield draw(
+        "elu_full_defaults_n17",
+        "elu",
+        "no /config group: full mask, normalised",
+        (3, 2, 1, 17, 17, 4, 5),
+        strings="variable-utf8",
+    )
+    yield draw(
+        "elu_causal_gqa_n130",
+        "elu",
+        "two rows more than 128",
+        (1, 4, 2, 130, 130, 3, 2),
+        causal=True,
+    )
+    yield draw(
+        "elu_causal_mqa_cross_n17_n65",
+        "elu",
+        "one key/value head; query i sees keys up to i + 48",
+        (2, 4, 1, 17, 65, 3, 5),
+        causal=True,
+    )
+    yield draw(
+        "elu_causal_one_query_n5",
+        "elu",
+        "bottom-right alignment: the only query sees all five keys",
+        (2, 2, 1, 1, 5, 4, 3),
+        causal=True,
+    )
+    yield draw(
+        "elu_causal_n1",
+        "elu",
+        "one token: o = v, dq = dk = 0",
+        (2, 4, 2, 1, 1, 5, 3),
+        causal=True,
+        zero=("q", "k"),
+    )
+    yield draw("elu_causal_n64", "elu", "exactly 64 rows", (1, 2, 2, 64, 64, 7, 4), causal=True)
+    yield draw(
+        "elu_full_unnormalised_scale",
+        "elu",
+        "normalise = 0, scale 0.5",
+        (2, 4, 2, 15, 31, 4, 6),
+        normalise=False,
+        scale=0.5,
+    )
+    yield draw(
+        "elu_causal_unnormalised_negative_scale",
+        "elu",
+        "normalise = 0, scale -2",
+        (2, 4, 2, 33, 33, 4, 3),
+        causal=True,
+        normalise=False,
+        scale=-2.0,
+    )
+    yield draw(
+        "elu_causal_d1_dv1",
+        "elu",
+        "one feature: all weights differ by the key only",
+        (3, 2, 1, 21, 21, 1, 1),
+        causal=True,
+        zero=("q",),
+    )
+    yield draw(
+        "elu_causal_d192_dv4",
+        "elu",
+        "wide features, few values",
+        (1, 2, 1, 3, 5, 192, 4),
+        causal=True,
+    )
+    yield draw("elu_full_d20_dv96", "elu", "more values than features", (1, 2, 1, 4, 9, 20, 96))
+
+    yield draw(
+        "relu_full_gqa_cross_n16_n49", "relu", "GQA, Nq != Nk, D != Dv", (2, 4, 2, 16, 49, 3, 5)
+    )
+    yield draw(
+        "relu_causal_gqa_n67",
+        "relu",
+        "early causal rows have denominators of exactly 0",
+        (1, 4, 2, 67, 67, 3, 2),
+        causal=True,
+    )
+    yield draw(
+        "relu_causal_unnormalised_cross",
+        "relu",
+        "normalise = 0, default scale",
+        (2, 2, 1, 20, 34, 4, 3),
+        causal=True,
+        normalise=False,
+    )
+    yield draw(
+        "quadratic_full_gqa_cross_n31_n47",
+        "quadratic",
+        "GQA, Nq != Nk, D != Dv",
+        (1, 4, 2, 31, 47, 5, 3),
+    )
+    yield draw(
+        "quadratic_causal_mqa_n66",
+        "quadratic",
+        "one key/value head",
+        (1, 3, 1, 66, 66, 4, 5),
+        causal=True,
+    )
+    yield draw(
+        "quadratic_causal_unnormalised_scale",
+        "quadratic",
+        "normalise = 0, scale 0.5",
+        (2, 2, 2, 18, 32, 3, 4),
+        causal=True,
+        normalise=False,
+        scale=0.5,
+    )
+    yield draw(
+        "quadratic_full_d65_dv33",
+        "quadratic",
+        "one more than a power of two, both extents",
+        (1, 2, 1, 6, 11, 65, 33),
+    )
+
+    yield draw(
+        "lln_full_gqa_cross_n23_n31",
+        "lln",
+        "attributes alpha and beta; all extents differ",
+        (2, 6, 3, 23, 31, 5, 7),
+        alpha=1.25,
+        beta=0.8,
+    )
+    yield draw(
+        "lln_causal_gqa_per_head_n130",
+        "lln",
+        "alpha and beta as datasets, one per head",
+        (1, 6, 2, 130, 130, 2, 3),
+        causal=True,
+        alpha=np.array([0.6, 0.9, 1.2, 1.5, 1.8, 2.1]),
+        beta=np.array([1.7, 0.7]),
+    )
+    yield draw(
+        "lln_causal_gqa_cross_n23_n87",
+        "lln",
+        "alpha per head, beta for all heads",
+        (1, 4, 2, 23, 87, 3, 5),
+        causal=True,
+        alpha=np.array([0.5, 1.0, 1.5, 2.0]),
+        beta=1.1,
+    )
+    yield draw(
+        "lln_full_mqa_cross_n34_n14",
+        "lln",
+        "alpha for all heads, beta per head (one)",
+        (2, 3, 1, 34, 14, 6, 4),
+        alpha=0.9,
+        beta=np.array([1.3]),
+    )
+    yield draw(
+        "lln_causal_n1",
+        "lln",
+        "one token: o = v, every other gradient 0",
+        (2, 4, 2, 1, 1, 5, 3),
+        causal=True,
+        alpha=1.2,
+        beta=0.7,
+        zero=("q", "k", "alpha", "beta"),
+    )
+    yield draw(
+        "lln_causal_n16",
+        "lln",
+        "exactly 16 rows",
+        (2, 2, 1, 16, 16, 3, 4),
+        causal=True,
+        alpha=2.0,
+        beta=2.0,
+    )
+    yield draw(
+        "lln_causal_n65",
+        "lln",
+        "one row more than 64",
+        (1, 2, 1, 65, 65, 6, 5),
+        causal=True,
+        old_format=True,
+        alpha=1.4,
+        beta=1.6,
+    )
+    yield draw(
+        "lln_full_unnormalised_negative_scale",
+        "lln",
+        "normalise = 0, scale -2",
+        (2, 4, 2, 12, 29, 5, 3),
+        normalise=False,
+        scale=-2.0,
+        alpha=0.8,
+        beta=0.5,
+    )
+    yield draw(
+        "lln_causal_unnormalised_scale_per_head",
+        "lln",
+        "normalise = 0, scale 0.5",
+        (1, 4, 2, 33, 48, 3, 5),
+        causal=True,
+        normalise=False,
+        scale=0.5,
+        alpha=np.array([0.4, 0.6, 0.8, 1.0]),
+        beta=np.array([0.9, 0.3]),
+    )
+    yield draw(
+        "lln_full_zero_and_negative_parameters",
+        "lln",
+        "alpha 0 and alpha, beta below 0: d alpha must not be formed by dividing by alpha",
+        (2, 3, 3, 10, 22, 4, 5),
+        alpha=np.array([0.0, -0.7, 1.3]),
+        beta=np.array([1.1, -0.4, 0.0]),
+    )
+    yield draw(
+        "lln_causal_alpha_beta_zero",
+        "lln",
+        "alpha = beta = 0: running means; dq = dk = 0 and d alpha = 0, but d beta is not",
+        (2, 2, 1, 19, 19, 3, 4),
+        causal=True,
+        alpha=0.0,
+        beta=0.0,
+        zero=("q", "k", "alpha"),
+    )
+    yield draw(
+        "lln_full_d64_dv33",
+        "lln",
+        "a usual head dimension",
+        (1, 2, 1, 5, 7, 64, 33),
+        alpha=2.1,
+        beta=2.0,
+    )
+    yield draw(
+        "lln_causal_d33_dv65",
+        "lln",
+        "odd tiles in both directions",
+        (1, 2, 2, 8, 10, 33, 65),
+        causal=True,
+        alpha=1.7,
+        beta=1.9,
+    )
+
+    # --- empty extents
+    yield draw(
+        "elu_full_nk0",
+        "elu",
+        "no keys: o = 0, dq = 0, empty dk and dv",
+        (2, 4, 2, 6, 0, 3, 5),
+        zero=("q",),
+    )
+    yield draw(
+        "lln_full_nk0",
+        "lln",
+        "no keys: o = 0, every gradient 0",
+        (2, 4, 2, 6, 0, 3, 5),
+        alpha=1.1,
+        beta=0.9,
+        zero=("q", "alpha", "beta"),
+    )
+    yield draw(
+        "identity_full_nk0",
+        "identity",
+        "no keys, unnormalised: an empty sum",
+        (1, 2, 1, 4, 0, 5, 3),
+        scale=0.5,
+        zero=("q",),
+    )
+    yield draw(
+        "elu_causal_nq0",
+        "elu",
+        "no queries: empty o and dq, dk = dv = 0",
+        (2, 2, 1, 0, 7, 3, 4),
+        causal=True,
+        zero=("k", "v"),
+    )
+    yield draw(
+        "lln_full_nq0",
+        "lln",
+        "no queries: empty o and dq, every other gradient 0",
+        (1, 2, 1, 0, 7, 3, 4),
+        alpha=1.1,
+        beta=0.9,
+        zero=("k", "v", "alpha", "beta"),
+    )
+    yield draw(
+        "lln_causal_n0",
+        "lln",
+        "no tokens",
+        (1, 2, 1, 0, 0, 3, 4),
+        causal=True,
+        alpha=np.array([1.1, 0.9]),
+        beta=0.9,
+        zero=("alpha", "beta"),
+    )
+    yield draw("quadratic_causal_n0", "quadratic", "no tokens", (2, 2, 1, 0, 0, 3, 4), causal=True)
+    yield draw("relu_full_b0", "relu", "no batch entries", (0, 2, 1, 5, 6, 3, 4))
+
+    # --- hazards
+    for mask in ("full", "causal"):
+        case = draw(
+            f"relu_{mask}_zero_denominator",
+            "relu",
+            "rows without a positive feature, and rows whose features meet none of the keys' "
+            "visible to them: o = 0 and no gradient from these rows",
+            (2, 4, 2, 12, 18, 4, 3),
+            causal=mask == "causal",
+        )
+        q, k = case.q, case.k
+        k[:, :, :, 3] = -np.abs(k[:, :, :, 3])  # feature 3 is dead in every key
+        q[:, :, 2] = -np.abs(q[:, :, 2])  # no feature at all
+        q[:, :, 7, :3] = -np.abs(q[:, :, 7, :3])  # only the dead feature
+        q[:, :, 7, 3] = np.abs(q[:, :, 7, 3])
+        k[:, 1, :9] = -np.abs(k[:, 1, :9])  # causal: the second head's first queries see no feature
+        yield case
+    case = draw(
+        "relu_causal_exact_zeros",
+        "relu",
+        "inputs of exactly 0 and -0: phi'(0) = 0",
+        (2, 2, 1, 14, 14, 4, 3),
+        causal=True,
+    )
+    for name in "qk":
+        x = getattr(case, name)
+        x[:, :, 3::4, 1], x[:, :, ::5, 2] = 0.0, -0.0
+        case.still[name] = x == 0
+    yield case
+    case = draw(
+        "elu_full_exact_zeros",
+        "elu",
+        "inputs of exactly 0 and -0: phi(0) = phi'(0) = 1",
+        (2, 2, 1, 14, 9, 4, 3),
+    )
+    for name in "qk":
+        x = getattr(case, name)
+        x[:, :, 3::4, 1], x[:, :, ::5, 2] = 0.0, -0.0
+        case.still[name] = x == 0  # the second derivative jumps there
+    yield case
+    for variant in ("identity", "quadratic"):
+        case = draw(
+            f"{variant}_causal_normalised_zero_query",
+            variant,
+            "queries of exactly 0 have the denominator 0: o = 0 and no gradient",
+            (2, 2, 1, 17, 20, 3, 4),
+            positive=True,
+            causal=True,
+            normalise=True,
+        )
+        case.q[:, :, 4] = case.q[:, 1:, 11] = 0.0
+        case.still["q"] = case.q == 0  # the output jumps there
+        yield case
+    case = draw(
+        "identity_causal_normalised_large",
+        "identity",
+        "q and k of 1e15: the products reach 1e30 and more before the ratio is formed",
+        (1, 2, 1, 40, 40, 4, 3),
+        positive=True,
+        causal=True,
+        normalise=True,
+    )
+    case.q, case.k = case.q * 1e15, case.k * 1e15
+    yield case
+    case = draw(
+        "quadratic_full_large",
+        "quadratic",
+        "q and k of 1e6: weights of 1e24",
+        (2, 2, 1, 9, 27, 4, 3),
+    )
+    case.q, case.k = case.q * 1e6, case.k * 1e6
+    yield case
+    case = draw(
+        "quadratic_causal_small",
+        "quadratic",
+        "q and k of 1e-4: weights of 1e-16",
+        (1, 2, 1, 27, 33, 4, 3),
+        causal=True,
+    )
+    case.q, case.k = case.q * 1e-4, case.k * 1e-4
+    yield case
+    case = draw(
+        "identity_full_n1_digits",
+        "identity",
+        "q = k = 0, 1, ..., 9 and v = 1: the weight is 285",
+        (1, 1, 1, 1, 1, 10, 1),
+    )
+    case.q[:] = case.k[:] = np.arange(10.0)
+    case.v[:] = 1.0
+    yield case
+    case = draw(
+        "identity_full_normalised_n1_digits",
+        "identity",
+        "q = k = 0, 1, ..., 9 and v = 1, normalised: o = 1",
+        (1, 1, 1, 1, 1, 10, 1),
+        normalise=True,
+        zero=("q", "k"),
+    )
+    case.q[:] = case.k[:] = np.arange(10.0)
+    case.v[:] = 1.0
+    yield case
+    for variant, mask, extra in (
+        ("elu", "causal", {}),
+        ("elu", "full", {}),
+        ("lln", "causal", {"alpha": 1.3, "beta": 0.9}),
+        ("lln", "full", {"alpha": 0.9, "beta": 1.3}),
+    ):
+        case = draw(
+            f"{variant}_{mask}_constant_values",
+            variant,
+            "values constant per column: o = v and dq = dk = 0",
+            (1, 4, 2, 21, 35, 3, 5),
+            causal=mask == "causal",
+            zero=("q", "k") + tuple(extra),
+            **extra,
+        )
+        case.v[:] = case.v[:, :, :1]
+        yield case
+
+    # The inputs of the next ones are rounded to fp32, so that a fp32 run starts from the same
+    # exponents: at |alpha q + beta k| = 100 the rounding of an input alone costs 6e-6 of a weight.
+    def exact_in_f32(case):
+        for name in "qkvg":
+            x = getattr(case, name)
+            x[:] = x.astype(np.float32)
+        return case
+
+    case = draw(
+        "lln_causal_key_at_110",
+        "lln",
+        "one key entry at 110 inside a chunk: earlier rows must not notice, later ones give "
+        "its value",
+        (1, 2, 1, 50, 50, 4, 3),
+        spread=0.5,
+        causal=True,
+        alpha=1.0,
+        beta=1.0,
+    )
+    case.k[0, 0, 21, 2] = 110.0
+    yield exact_in_f32(case)
+    case = draw(
+        "lln_full_key_at_110",
+        "lln",
+        "one key entry at 110",
+        (1, 2, 1, 12, 50, 4, 3),
+        spread=0.5,
+        alpha=1.0,
+        beta=1.0,
+    )
+    case.k[0, 0, 21, 2] = 110.0
+    # Only the queries whose share of that entry is small see anything else: let two of them.
+    case.q[0, 0, 3, 2] = case.q[0, 1, 8, 2] = -112.0
+    yield exact_in_f32(case)
+    case = draw(
+        "lln_causal_key_at_89_n16",
+        "lln",
+        "one key entry at 89, values 0 ... 15: fp32 exp overflows at 88.72",
+        (1, 1, 1, 16, 16, 3, 1),
+        spread=0.5,
+        causal=True,
+        alpha=1.0,
+        beta=1.0,
+    )
+    case.k[0, 0, 6, 1] = 89.0
+    case.v[0, 0, :, 0] = np.arange(16.0)
+    yield exact_in_f32(case)
+    for mask in ("full", "causal"):
+        case = draw(
+            f"lln_{mask}_channel_offset",
+            "lln",
+            "one key channel at +50 while the queries point away from it (-60): without a "
+            "shift per feature every other feature underflows",
+            (1, 2, 1, 41, 41, 5, 3),
+            spread=0.7,
+            causal=mask == "causal",
+            alpha=1.0,
+            beta=1.0,
+        )
+        case.k[:, :, :, 1] += 50.0
+        case.q[:, :, :, 1] -= 60.0
+        yield exact_in_f32(case)
+    case = draw(
+        "lln_causal_rising_and_falling_keys",
+        "lln",
+        "one channel rises by half a nat per token, one falls: every chunk moves the shift",
+        (1, 2, 1, 97, 97, 4, 3),
+        spread=0.6,
+        causal=True,
+        alpha=1.0,
+        beta=1.0,
+    )
+    ramp = 0.5 * np.arange(97.0)
+    case.k[:, :, :, 0] += ramp
+    case.k[:, :, :, 3] -= ramp
+    yield exact_in_f32(case)
+    case = draw(
+        "lln_causal_broad_n257",
+        "lln",
+        "standard deviation 8; one row more than 256",
+        (1, 1, 1, 257, 257, 3, 2),
+        spread=8.0,
+        causal=True,
+        alpha=1.0,
+        beta=1.0,
+        # Exponents of size 25 log2(e) cost up to 2e-6 of a weight in fp32, and d alpha and
+        # d beta are sums of terms q dq, k dk of both signs, 10 to 20 times their sum.
+        grad_rtol_f32=1e-4,
+    )
+    yield exact_in_f32(case)
+    case = draw(
+        "lln_full_keys_near_minus_110",
+        "lln",
+        "keys near -110: their fp32 exponentials are 0, the ratio is not",
+        (1, 2, 1, 9, 24, 3, 4),
+        spread=0.5,
+        alpha=1.0,
+        beta=1.0,
+        # Rounding an exponent of 110 log2(e) to fp32 costs up to 5e-6 of a weight, and
+        # d beta = sum k dk loses two digits more, since sum dk = 0 and all k are near -110.
+        grad_rtol_f32=4e-4,
+    )
+    case.k -= 110.0
+    yield exact_in_f32(case)
+
+    # --- storage written by other tools
+    yield draw(
+        "elu_causal_float32",
+        "elu",
+        "stored as float32; strings of fixed length, null padded",
+        (2, 2, 1, 35, 35, 4, 3),
+        causal=True,
+        storage="<f4",
+        strings="fixed-nullpad",
+        integers="<i4",
+    )
+    yield draw(
+        "lln_full_float32",
+        "lln",
+        "stored as float32; variable-length ASCII strings",
+        (2, 4, 2, 14, 27, 3, 5),
+        alpha=1.25,
+        beta=np.array([0.5, 1.5]),
+        storage="<f4",
+        strings="variable-ascii",
+        integers="|u1",
+    )
+    yield draw(
+        "elu_full_bigendian",
+        "elu",
+        "big-endian float64; null-terminated UTF-8 strings",
+        (2, 2, 1, 13, 18, 4, 3),
+        normalise=True,
+        storage=">f8",
+        strings="fixed-nullterm",
+        integers=">i4",
+    )
+    yield draw(
+        "lln_causal_bigendian",
+        "lln",
+        "big-endian float64, parameters too",
+        (1, 4, 2, 19, 26, 3, 4),
+        causal=True,
+        alpha=1.5,
+        beta=np.array([0.75, 1.25]),
+        storage=">f8",
+        strings="fixed-spacepad",
+        integers=">i8",
+    )
+    yield draw(
+        "quadratic_causal_bigendian_float32",
+        "quadratic",
+        "big-endian float32",
+        (2, 2, 1, 18, 18, 3, 5),
+        causal=True,
+        storage=">f4",
+        strings="fixed-nullterm",
+        integers="|i1",
+    )
+    yield draw(
+        "relu_full_chunked_extra_group",
+        "relu",
+        "chunked datasets without a filter, and a group that readers do not know",
+        (1, 4, 2, 9, 22, 5, 3),
+        chunks=True,
+        notes_group=True,
+        integers="<u2",
+    )
+
+
+def extended_cases():
+    """Key masks, packed sequences and states: what the first engine may not handle."""
+    case = draw(
+        "elu_full_key_mask",
+        "elu",
+        "hidden keys of every batch entry, NaN in k and v there",
+        (3, 4, 2, 11, 23, 4, 5),
+    )
+    case.key_mask = (source("mask of " + case.name).uniform(size=(3, 23)) < 0.7).astype(np.uint8)
+    yield poisoned(case)
+    case = draw(
+        "elu_causal_left_padding",
+        "elu",
+        "left padding, NaN there: the first rows see no key, o = 0",
+        (2, 2, 1, 19, 19, 4, 3),
+        causal=True,
+    )
+    case.key_mask = np.ones((2, 19), np.uint8)
+    case.key_mask[0, :7] = case.key_mask[1, :2] = 0
+    yield poisoned(case)
+    case = draw(
+        "elu_causal_key_mask_b1",
+        "elu",
+        "a mask with one batch entry",
+        (1, 2, 1, 17, 40, 3, 4),
+        causal=True,
+    )
+    case.key_mask = np.ones((1, 40), np.uint8)
+    case.key_mask[0, [0, 5, 6, 31, 39]] = 0
+    yield poisoned(case)
+    case = draw(
+        "lln_causal_key_mask_huge",
+        "lln",
+        "hidden keys at 300 must stay out of the shift; one batch entry is hidden as a whole",
+        (2, 4, 2, 26, 33, 3, 5),
+        causal=True,
+        alpha=1.1,
+        beta=1.3,
+    )
+    case.key_mask = np.ones((2, 33), np.uint8)
+    case.key_mask[0, 3::5] = 0
+    case.key_mask[1] = 0
+    case.k[0, :, 3::5] = case.k[1] = 300.0
+    for name in "kv":
+        case.still[name] = np.broadcast_to(
+            case.key_mask[:, None, :, None] == 0, getattr(case, name).shape
+        )
+    yield case
+
+    case = draw(
+        "elu_causal_packed",
+        "elu",
+        "members of 1, 0, 17, 16, 5 tokens: borders inside a chunk",
+        (1, 4, 2, 39, 39, 3, 5),
+        causal=True,
+    )
+    case.cu_q = case.cu_k = np.array([0, 1, 1, 18, 34, 39])
+    yield case
+    case = draw(
+        "quadratic_causal_packed_cross",
+        "quadratic",
+        "members with fewer queries than keys",
+        (1, 2, 1, 20, 37, 4, 3),
+        causal=True,
+    )
+    case.cu_q, case.cu_k = np.array([0, 3, 13, 13, 20]), np.array([0, 9, 19, 24, 37])
+    case.k[0, :, 19:24] = case.v[0, :, 19:24] = np.nan  # a member without queries
+    yield case
+    case = draw(
+        "lln_full_packed_cross",
+        "lln",
+        "a member without keys (o = 0) and one without queries (NaN in its keys)",
+        (1, 4, 2, 22, 30, 3, 4),
+        alpha=np.array([0.5, 1.0, 1.5, 2.0]),
+        beta=np.array([1.2, 0.8]),
+    )
+    case.cu_q, case.cu_k = np.array([0, 8, 12, 12, 22]), np.array([0, 11, 11, 16, 30])
+    case.k[0, :, 11:16] = case.v[0, :, 11:16] = np.nan
+    yield case
+
+    yield random_state(
+        draw(
+            "elu_causal_state_gqa",
+            "elu",
+            "random initial state, GQA",
+            (1, 4, 2, 35, 35, 3, 5),
+            causal=True,
+        )
+    )
+    yield random_state(
+        draw(
+            "elu_full_state_cross",
+            "elu",
+            "every query sees the state and all keys",
+            (2, 2, 1, 9, 21, 4, 3),
+        )
+    )
+    for n in (1, 2):
+        yield random_state(
+            draw(
+                f"identity_causal_state_n{n}",
+                "identity",
+                "a piece shorter than any chunk: the part of dS that passes through",
+                (2, 2, 1, n, n, 4, 3),
+                causal=True,
+                scale=0.5,
+            )
+        )
+    yield random_state(
+        draw(
+            "lln_causal_state_per_head",
+            "lln",
+            "state at its own base-2 exponents; cotangents and gradients of S and z "
+            "belong to the exponents stored beside them",
+            (2, 4, 2, 29, 29, 3, 4),
+            causal=True,
+            alpha=np.array([0.5, 1.0, 1.5, 2.0]),
+            beta=np.array([1.2, 0.8]),
+        ),
+        shift=3,
+    )
+    case = draw(
+        "elu_causal_packed_state",
+        "elu",
+        "one state per member; the state of an empty member passes through unchanged",
+        (1, 2, 1, 26, 26, 3, 4),
+        causal=True,
+    )
+    case.cu_q = case.cu_k = np.array([0, 4, 4, 21, 26])
+    yield random_state(case)
+
+
+def poisoned(case):
+    """NaN in every hidden key and value."""
+    hidden = np.broadcast_to(case.key_mask[:, None, :, None] == 0, case.k.shape)
+    case.k = np.where(hidden, np.nan, case.k)
+    hidden = np.broadcast_to(case.key_mask[:, None, :, None] == 0, case.v.shape)
+    case.v = np.where(hidden, np.nan, case.v)
+    return case
+
+
+def cases():
+    for case in foundation_cases():
+        yield case
+    for case in extended_cases():
+        case.folder = "extended"
+        yield case
+
+
+# --------------------------------------------------------------------------------------------------
+# Comparison of two folders, command line
+
+
+def contents(path):
+    """Every object of a file: attributes and datasets with their types and values."""
+    found = {}
+    with h5py.File(path, "r") as file:
+
+        def visit(name, item):
+            for key in item.attrs:
+                kind = item.attrs.get_id(key).get_type()
+                value = item.attrs[key]
+                value = value if isinstance(value, (str, bytes)) else np.asarray(value)
+                found[f"{name}@{key}"] = (kind, value)
+            if isinstance(item, h5py.Dataset):
+                found[name] = (item.id.get_type(), item[()])
+            else:
+                found[name] = (None, "group")
+
+        visit("/", file)
+        file.visititems(lambda name, item: visit("/" + name, item))
+    return found
+
+
+def differences(left, right):
+    """What differs between two files: inputs exactly, computed values to 1e-13.
+
+    Another processor or mathematical library may round a computed value in another way.
+    """
+    with open(left, "rb") as a, open(right, "rb") as b:
+        if a.read() == b.read():
+            return []
+    a, b = contents(left), contents(right)
+    found = [f"{name}: only in one of the files" for name in sorted(set(a) ^ set(b))]
+    for name in sorted(set(a) & set(b)):
+        (kind_a, x), (kind_b, y) = a[name], b[name]
+        if (kind_a is None) != (kind_b is None) or (kind_a is not None and not kind_a == kind_b):
+            found.append(f"{name}: types differ")
+        elif isinstance(x, (str, bytes)) or isinstance(y, (str, bytes)):
+            if x != y:
+                found.append(f"{name}: {x!r} and {y!r}")
+        elif np.shape(x) != np.shape(y):
+            found.append(f"{name}: extents {np.shape(x)} and {np.shape(y)}")
+        elif name.startswith("/expected") and "@" not in name:
+            # The last fp32 bit may go either way where a value lies between two of them.
+            limit = 1e-13 if x.dtype.itemsize == 8 else 1.2e-7
+            error = relative_error(x, y)
+            if not error <= limit:
+                found.append(f"{name}: values differ by {error:.3g}")
+        elif not np.array_equal(x, y, equal_nan=np.asarray(x).dtype.kind == "f"):
+            found.append(f"{name}: values differ")
+    return found
+
+
+def generate(folder, pattern, quiet=False):
+    """Writes every case that matches and returns (relative path, report) for each."""
+    made = []
+    for case in cases():
+        if not fnmatch.fnmatch(case.name, pattern):
+            continue
+        out, grad, report = verified(case)
+        target = os.path.join(folder, case.folder)
+        os.makedirs(target, exist_ok=True)
+        path = os.path.join(target, case.name + ".h5")
+        write(case, out, grad, path + ".part")
+        os.replace(path + ".part", path)
+        size = os.path.getsize(path)
+        assert size < 200 * 1024, f"{case.name}: {size} bytes"
+        made.append((os.path.join(case.folder, case.name + ".h5"), report))
+        if not quiet:
+            print(
+                f"{made[-1][0]:58s} {size:7d} B  scalar {report.scalar:.1e}  fd {report.fd:.1e}"
+                f"  f64 {report.f64:.1e}  f32 {report.f32:.1e}",
+                flush=True,
+            )
+    return made
+
+
+def listed(folder):
+    found = set()
+    for base in ("", "extended"):
+        here = os.path.join(folder, base)
+        if os.path.isdir(here):
+            found.update(os.path.join(base, n) for n in os.listdir(here) if n.endswith(".h5"))
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Writes the gradient fixtures.")
+    here = os.path.dirname(os.path.abspath(__file__))
+    parser.add_argument(
+        "--out", default=os.path.join(here, "fixtures"), help="folder of the fixtures"
+    )
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="names to write or to check")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="regenerate into a temporary folder and compare; exit 1 on a difference",
+    )
+    arguments = parser.parse_args()
+
+    if arguments.check:
+        with tempfile.TemporaryDirectory() as temporary:
+            made = generate(temporary, arguments.only, quiet=True)
+            bad = 0
+            for name, _ in made:
+                there = os.path.join(arguments.out, name)
+                if not os.path.exists(there):
+                    lines = ["missing"]
+                else:
+                    lines = differences(os.path.join(temporary, name), there)
+                for line in lines:
+                    print(f"{name}: {line}")
+                bad += bool(lines)
+            if arguments.only == "*":
+                for name in sorted(listed(arguments.out) - {n for n, _ in made}):
+                    print(f"{name}: not one of this script's fixtures")
+                    bad += 1
+    else:
+        made = generate(arguments.out, arguments.only)
+        bad = 0
+    if not made:
+        sys.exit(f"make_fixtures.py: no fixture is called {arguments.only}")
+    print(
+        f"{len(made)} fixtures, {bad} differ"
+        if arguments.check
+        else f"{len(made)} fixtures written"
+    )
+    print(
+        "worst finite-difference error %.1e (limit %.0e), worst against scalar loops %.1e"
+        % (max(r.fd for _, r in made), FD_LIMIT, max(r.scalar for _, r in made))
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
