@@ -25,22 +25,53 @@
 
 namespace LinAttn {
 
+/// Sums over keys that stand before the first key (initial) or after the last one (final), one for each
+/// sequence and key/value head: S (M,Hkv,R,Dv), z (M,Hkv,R), where M is the batch or the number of packed
+/// members. Maps with exponential growth (lln) also have shift (M,Hkv,R): the true sums are 2^shift S and
+/// 2^shift z, and gradients are with respect to S and z at that shift.
+template <class ExecSpace, class A, class I>
+struct BasicState {
+  TensorRef<A, 4, ExecSpace> S{};
+  TensorRef<A, 3, ExecSpace> z{};
+  TensorRef<I, 3, ExecSpace> shift{};
+
+  /// The same state where one is only read.
+  BasicState<ExecSpace, const A, const I> as_const() const { return {S, z, shift}; }
+};
+template <class ExecSpace, class T>
+using State = BasicState<ExecSpace, accumulator_t<T>, int>;
+template <class ExecSpace, class T>
+using ConstState = BasicState<ExecSpace, const accumulator_t<T>, const int>;
+
+/// Packed sequences: offsets (M+1) from 0 to Nq or Nk, in contiguous host memory.
+using SequenceOffsets = TensorRef<const std::int64_t, 1, Kokkos::DefaultHostExecutionSpace>;
+
 /// What attention reads: q (B,H,Nq,D), k (B,Hkv,Nk,D), v (B,Hkv,Nk,Dv).
+///
+/// Optional: `key_mask` (B,Nk), 1 where a key is visible; hidden keys are never read, take no part in any
+/// sum or maximum, and have gradient 0. `cu_seqlens_q` and `cu_seqlens_k`, together and with B = 1: each
+/// member attends inside itself. `state`: the sums over keys that come before.
 template <class ExecSpace, class T>
 struct Inputs {
   TensorRef<const T, 4, ExecSpace> q{};
   TensorRef<const T, 4, ExecSpace> k{};
   TensorRef<const T, 4, ExecSpace> v{};
+  TensorRef<const std::uint8_t, 2, ExecSpace> key_mask{};
+  SequenceOffsets cu_seqlens_q{};
+  SequenceOffsets cu_seqlens_k{};
+  ConstState<ExecSpace, T> state{};
 };
 
 /// What forward() leaves: o (B,H,Nq,Dv) and, for a later backward(), the row sums of the weights
 /// (B,H,Nq) in accumulator precision. Nothing else is kept: O(N) numbers beside inputs and output.
-/// Leave `denominator` out where no gradient follows or rows are not normalised.
+/// Leave `denominator` out where no gradient follows or rows are not normalised. `state`, if given,
+/// receives the sums after the last key; it may be the memory of the initial state.
 /// For lln the row sum is relative to the largest exponent of the row, which backward() finds again.
 template <class ExecSpace, class T>
 struct Saved {
   TensorRef<T, 4, ExecSpace> o{};
   TensorRef<accumulator_t<T>, 3, ExecSpace> denominator{};
+  State<ExecSpace, T> state{};
 
   /// Bytes kept for the backward pass beside inputs and output.
   static std::size_t bytes(const Problem& p) {
@@ -48,8 +79,17 @@ struct Saved {
   }
 };
 
-/// Where backward() writes: gradients of q, k, v in their extents, and of the variant's parameters,
-/// summed over the batch (query_parameter (H), key_parameter (Hkv)). Those left out are not computed.
+/// What backward() starts from: dL/do (B,H,Nq,Dv) and, where a loss reads the final state, dL/dS and
+/// dL/dz of it (with the shift of the final state where there is one).
+template <class ExecSpace, class T>
+struct Cotangents {
+  TensorRef<const T, 4, ExecSpace> o{};
+  ConstState<ExecSpace, T> state{};
+};
+
+/// Where backward() writes: gradients of q, k, v in their extents, of the variant's parameters, summed
+/// over the batch (query_parameter (H), key_parameter (Hkv)), and of S and z of the initial state.
+/// Those left out are not computed.
 template <class ExecSpace, class T>
 struct Gradients {
   TensorRef<T, 4, ExecSpace> q{};
@@ -57,6 +97,7 @@ struct Gradients {
   TensorRef<T, 4, ExecSpace> v{};
   TensorRef<double, 1, ExecSpace> query_parameter{};
   TensorRef<double, 1, ExecSpace> key_parameter{};
+  State<ExecSpace, T> state{};
 };
 
 /// How to attend. backward() must be given what forward() was given.
@@ -102,7 +143,7 @@ void forward(const ExecSpace& exec, const V& variant,
              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
              const std::type_identity_t<Saved<ExecSpace, T>>& saved, const Options& options = {});
 
-/// Gradients of L with respect to the inputs and parameters, given d_o = dL/do (B,H,Nq,Dv) and what
+/// Gradients of L with respect to the inputs and parameters, given dL/do (B,H,Nq,Dv) and what
 /// forward() left in `saved`. With G_i = dO_i / s_i and e_i = -G_i . o_i:
 ///
 ///     dQ_i = sum_j (G_i . v_j + e_i) K_j     dK_j = sum_i (G_i . v_j + e_i) Q_i     dV_j = sum_i w_ij G_i
@@ -116,18 +157,40 @@ template <class T, class ExecSpace, Variant V>
 void backward(const ExecSpace& exec, const V& variant,
               const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
               const std::type_identity_t<Saved<ExecSpace, T>>& saved,
-              const std::type_identity_t<TensorRef<const T, 4, ExecSpace>>& d_o,
+              const std::type_identity_t<Cotangents<ExecSpace, T>>& cotangents,
               const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
               const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options = {});
 
-/// As above with a workspace of its own: allocates it, and fences `exec` before returning.
+/// As above with dL/do alone.
 template <class T, class ExecSpace, Variant V>
 void backward(const ExecSpace& exec, const V& variant,
               const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
               const std::type_identity_t<Saved<ExecSpace, T>>& saved,
               const std::type_identity_t<TensorRef<const T, 4, ExecSpace>>& d_o,
               const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
+              const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options = {}) {
+  backward<T>(exec, variant, inputs, saved, Cotangents<ExecSpace, T>{d_o, {}}, gradients, workspace, options);
+}
+
+/// As above with a workspace of its own: allocates it, and fences `exec` before returning.
+template <class T, class ExecSpace, Variant V>
+void backward(const ExecSpace& exec, const V& variant,
+              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
+              const std::type_identity_t<Cotangents<ExecSpace, T>>& cotangents,
+              const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
               const Options& options = {});
+
+/// As above with dL/do alone.
+template <class T, class ExecSpace, Variant V>
+void backward(const ExecSpace& exec, const V& variant,
+              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
+              const std::type_identity_t<TensorRef<const T, 4, ExecSpace>>& d_o,
+              const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
+              const Options& options = {}) {
+  backward<T>(exec, variant, inputs, saved, Cotangents<ExecSpace, T>{d_o, {}}, gradients, options);
+}
 
 }  // namespace LinAttn
 

@@ -112,11 +112,11 @@ std::int64_t feature_count(const Map& map, std::int64_t d) {
 /// phi(x) = x.
 struct IdentityMap {
   template <class T>
-  KOKKOS_FUNCTION T value(T x) const {
+  KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
     return x;
   }
   template <class T>
-  KOKKOS_FUNCTION T derivative(T, T) const {
+  KOKKOS_FORCEINLINE_FUNCTION T derivative(T, T) const {
     return T(1);
   }
 };
@@ -124,11 +124,11 @@ struct IdentityMap {
 /// phi(x) = max(x, 0), with phi'(0) = 0.
 struct ReluMap {
   template <class T>
-  KOKKOS_FUNCTION T value(T x) const {
+  KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
     return x < T(0) ? T(0) : x;  // a NaN stays a NaN
   }
   template <class T>
-  KOKKOS_FUNCTION T derivative(T x, T) const {
+  KOKKOS_FORCEINLINE_FUNCTION T derivative(T x, T) const {
     return x > T(0) ? T(1) : T(0);
   }
 };
@@ -136,11 +136,11 @@ struct ReluMap {
 /// phi(x) = x^2.
 struct QuadraticMap {
   template <class T>
-  KOKKOS_FUNCTION T value(T x) const {
+  KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
     return x * x;
   }
   template <class T>
-  KOKKOS_FUNCTION T derivative(T x, T) const {
+  KOKKOS_FORCEINLINE_FUNCTION T derivative(T x, T) const {
     return T(2) * x;
   }
 };
@@ -236,14 +236,16 @@ struct BoundExponential {
 /// phi(x) = x + 1 for x > 0, exp(x) else (elu + 1).
 struct EluPlusOneMap {
   template <class T>
-  KOKKOS_FUNCTION T value(T x) const {
+  KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
     constexpr double log2_e = 1.4426950408889634;
     const detail::BoundExponential<T> exponential{
         T(1), T(log2_e), T(sizeof(T) == 4 ? log2_e - double(T(log2_e)) : 2.0355273740931033e-17)};
-    return x > T(0) ? x + T(1) : exponential.value(x, 0);
+    const T above = x + T(1);
+    const T below = exponential.value(x < T(0) ? x : T(0), 0);  // both, so that loops vectorise
+    return x < T(0) ? below : above;
   }
   template <class T>
-  KOKKOS_FUNCTION T derivative(T x, T f) const {
+  KOKKOS_FORCEINLINE_FUNCTION T derivative(T x, T f) const {
     return x > T(0) ? T(1) : f;
   }
 };

@@ -35,7 +35,7 @@
       const LinAttn::Workspace<EXEC>&, const LinAttn::Options&);                                     \
   PREFIX template void LinAttn::backward<T, EXEC, V>(                                                \
       const EXEC&, const V&, const LinAttn::Inputs<EXEC, T>&, const LinAttn::Saved<EXEC, T>&,        \
-      const LinAttn::TensorRef<const T, 4, EXEC>&, const LinAttn::Gradients<EXEC, T>&,               \
+      const LinAttn::Cotangents<EXEC, T>&, const LinAttn::Gradients<EXEC, T>&,                       \
       const LinAttn::Workspace<EXEC>&, const LinAttn::Options&);
 
 /// Declares (PREFIX = extern) or defines (PREFIX empty) everything the library holds for one variant.

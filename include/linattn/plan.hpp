@@ -79,8 +79,8 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, int 
       if (plan.tiles_in_scratch || requested_chunk) break;
     }
   }
-  const std::int64_t units = problem.batch * problem.kv_heads;
-  const std::int64_t tokens = std::max(problem.nq, problem.nk);
+  const std::int64_t units = problem.sequences() * problem.kv_heads;
+  const std::int64_t tokens = std::max(problem.longest_queries(), problem.longest_keys());
   const std::int64_t chunks = std::max<std::int64_t>(1, (tokens + plan.chunk - 1) / plan.chunk);
   const std::int64_t most_workers = std::max(1, machine.concurrency / plan.team_size);
   std::int64_t segments = 1;

@@ -29,11 +29,18 @@ struct Problem {
   std::int64_t d = 0;         ///< D, features of a query or key row
   std::int64_t dv = 0;        ///< Dv, features of a value row
 
+  /// Packed sequences: their number, with batch = 1 and nq, nk the totals; 0 where nothing is packed.
+  std::int64_t members = 0;
+  std::int64_t longest_q = 0;  ///< queries of the longest member
+  std::int64_t longest_k = 0;  ///< keys of the longest member
+
+  /// Sequences that attend inside themselves.
+  std::int64_t sequences() const { return members > 0 ? members : batch; }
+  std::int64_t longest_queries() const { return members > 0 ? longest_q : nq; }
+  std::int64_t longest_keys() const { return members > 0 ? longest_k : nk; }
+
   /// Query heads that share one key/value head.
   std::int64_t group() const { return kv_heads == 0 ? 0 : heads / kv_heads; }
-
-  /// Position of query 0 among the keys under a causal mask.
-  std::int64_t causal_offset() const { return nk - nq; }
 
   /// \throws InvalidArgument naming the extents if a rule above is broken.
   void validate(bool causal) const {
@@ -42,7 +49,10 @@ struct Problem {
     if ((kv_heads == 0) != (heads == 0) || (kv_heads > 0 && heads % kv_heads != 0))
       throw InvalidArgument(detail::message("LinAttn: ", kv_heads, " key/value heads do not divide ",
                                             heads, " query heads"));
-    if (causal && nq > nk)
+    if (members < 0 || (members > 0 && batch != 1))
+      throw InvalidArgument(detail::message("LinAttn: packed sequences need B = 1, found B = ", batch,
+                                            " with ", members, " members"));
+    if (causal && members == 0 && nq > nk)
       throw InvalidArgument(detail::message("LinAttn: causal attention needs Nq <= Nk, found Nq = ", nq,
                                             " and Nk = ", nk));
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 /// \file simd.hpp
 /// The widest vector type of the host, behind one name.
@@ -22,10 +23,36 @@
 #define LINATTN_SIMD_ABI simd128
 #endif
 #define LINATTN_ALWAYS_INLINE __attribute__((always_inline)) inline
+#if !defined(__CUDACC__) && !defined(__HIPCC__)
+#define LINATTN_FLATTEN __attribute__((flatten))
+#else
+#define LINATTN_FLATTEN
+#endif
+#define LINATTN_INLINE_LAMBDA __attribute__((always_inline))
 #else
 #define LINATTN_SIMD_BYTES 16
 #define LINATTN_SIMD_ABI scalar
 #define LINATTN_ALWAYS_INLINE inline
+#define LINATTN_FLATTEN
+#define LINATTN_INLINE_LAMBDA
+#endif
+
+/// A function that stays one of its own on the host: loops of a large caller are vectorised less well.
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__) && !defined(__HIPCC__)
+#define LINATTN_OUTLINE __attribute__((noinline))
+#else
+#define LINATTN_OUTLINE
+#endif
+
+/// Before a loop whose iterations are independent: the compiler need not prove that for its pointers.
+#if defined(__CUDACC__)
+#define LINATTN_INDEPENDENT
+#elif defined(__clang__)
+#define LINATTN_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define LINATTN_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define LINATTN_INDEPENDENT
 #endif
 
 namespace LinAttn::detail {
@@ -121,6 +148,56 @@ LINATTN_ALWAYS_INLINE T sum(const T* a, int n) {
   for (int i = 0; i < n; i += vector_lanes<T>) total += load(a + i);
   return horizontal_sum<T>(total);
 }
+
+#if defined(LINATTN_HAS_VECTOR_EXTENSIONS) && !defined(__CUDACC__)  // nvcc cannot expand packs in it
+
+// One stage of an in-register transposition: exchanges the bit `Distance` of row and lane numbers.
+template <int Distance, class V, int... Lane>
+LINATTN_ALWAYS_INLINE void exchange(V& a, V& b, std::integer_sequence<int, Lane...>) {
+  constexpr int lanes = sizeof...(Lane);
+  const V low = __builtin_shufflevector(a, b, ((Lane & Distance) ? lanes + Lane - Distance : Lane)...);
+  b = __builtin_shufflevector(a, b, ((Lane & Distance) ? lanes + Lane : Lane + Distance)...);
+  a = low;
+}
+
+template <class T, int Distance>
+LINATTN_ALWAYS_INLINE void transpose_stages(vector_t<T>* rows) {
+  constexpr int lanes = vector_lanes<T>;
+  if constexpr (Distance < lanes) {
+    [&]<int... I>(std::integer_sequence<int, I...>) LINATTN_INLINE_LAMBDA {
+      ((I & Distance ? void()
+                     : exchange<Distance>(rows[I], rows[I | Distance],
+                                          std::make_integer_sequence<int, lanes>{})),
+       ...);
+    }(std::make_integer_sequence<int, lanes>{});
+    transpose_stages<T, 2 * Distance>(rows);
+  }
+}
+
+/// to[c][r] = from[r][c] for one square block as wide as a vector; both aligned.
+template <class T>
+LINATTN_ALWAYS_INLINE void transpose_block(const T* from, std::int64_t ld_from, T* to,
+                                           std::int64_t ld_to) {
+  constexpr int lanes = vector_lanes<T>;
+  vector_t<T> rows[lanes];
+  for (int r = 0; r < lanes; ++r) rows[r] = load(from + r * ld_from);
+  transpose_stages<T, 1>(rows);
+  for (int r = 0; r < lanes; ++r) store(to + r * ld_to, rows[r]);
+}
+
+inline void prefetch(const void* address) { __builtin_prefetch(address); }
+
+#else
+
+template <class T>
+void transpose_block(const T* from, std::int64_t ld_from, T* to, std::int64_t ld_to) {
+  for (int r = 0; r < vector_lanes<T>; ++r)
+    for (int c = 0; c < vector_lanes<T>; ++c) to[c * ld_to + r] = from[r * ld_from + c];
+}
+
+inline void prefetch(const void*) {}
+
+#endif
 
 }  // namespace LINATTN_SIMD_ABI
 }  // namespace LinAttn::detail

@@ -69,16 +69,14 @@ class TensorRef {
   }
 
   /// A tensor of mutable elements serves where const ones are read.
-  operator TensorRef<const T, Rank, ExecSpace>() const
-    requires(!std::is_const_v<T>)
-  {
-    if (!m_present) return {};
-    std::array<std::int64_t, Rank> extents{}, strides{};
+  template <class U>
+    requires(!std::is_const_v<U> && std::is_same_v<const U, T>)
+  TensorRef(const TensorRef<U, Rank, ExecSpace>& other)  // NOLINT: implicit on purpose
+      : m_data(other.data()), m_present(other.present()) {
     for (int r = 0; r < Rank; ++r) {
-      extents[r] = m_extent[r];
-      strides[r] = m_stride[r];
+      m_extent[r] = other.extent(r);
+      m_stride[r] = other.stride(r);
     }
-    return {m_data, extents, strides};
   }
 
   KOKKOS_FUNCTION T* data() const { return m_data; }

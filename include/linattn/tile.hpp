@@ -15,8 +15,8 @@
 
 namespace LinAttn::detail {
 
-/// Rows of a tile are padded to a multiple of this.
-inline constexpr int tile_rows = 8;
+/// Rows of a tile are padded to a multiple of this: a register tile, and a block of a transposition.
+inline constexpr int tile_rows = 16;
 /// Columns of a tile are padded to a multiple of this: 64 bytes, for every vector width.
 template <class T>
 inline constexpr int tile_columns = 64 / static_cast<int>(sizeof(T));
@@ -41,6 +41,37 @@ struct Factor {
   int column;
 };
 
+/// sum_l A(i,l) B(l,j) over 0 <= l < inner, of which `band` selects; B is row-major.
+template <class T>
+struct Product {
+  Factor<T> a;
+  const T* b;
+  int ldb;
+  int inner;
+  Band band = Band::all;
+};
+
+/// What becomes of the sum: C = sum, C += sum, or a compensated C += sum, where C - low is the value
+/// and the error of a long sum stays that of its last addition (Kahan).
+enum class Store { overwrite, add, compensated };
+
+template <class T>
+struct Target {
+  T* c;
+  int ldc;
+  Store store = Store::overwrite;
+  T* low = nullptr;         // laid out as c
+  bool lower_only = false;  // elements above the diagonal are unspecified, and cost nothing where possible
+};
+
+template <class V>
+KOKKOS_FORCEINLINE_FUNCTION void compensated_add(V& high, V& low, const V& term) {
+  const V y = term - low;
+  const V t = high + y;
+  low = (t - high) - y;
+  high = t;
+}
+
 inline namespace LINATTN_SIMD_ABI {
 
 // Rows of the register tile: its accumulators and two vectors of B fit the register file.
@@ -48,128 +79,194 @@ inline constexpr int register_rows = LINATTN_SIMD_BYTES == 64 ? 8 : 4;
 
 template <int N, class Body>
 LINATTN_ALWAYS_INLINE void unroll(const Body& body) {
-  [&]<int... I>(std::integer_sequence<int, I...>) {
+  [&]<int... I>(std::integer_sequence<int, I...>) LINATTN_INLINE_LAMBDA {
     (body(std::integral_constant<int, I>{}), ...);
   }(std::make_integer_sequence<int, N>{});
 }
 
-/// One register tile: rows i0 .. i0 + register_rows, Vectors vectors of columns from column j0.
-template <int Vectors, class T>
-inline void multiply_register_tile(int i0, int j0, int inner, Factor<T> a, const T* b, int ldb, T* c,
-                                   int ldc, Band band, bool accumulate) {
-  constexpr int rows = register_rows;
-  constexpr int lanes = vector_lanes<T>;
+template <class T, int Vectors>
+struct RegisterTile {
+  static constexpr int rows = register_rows;
+  static constexpr int lanes = vector_lanes<T>;
   vector_t<T> sum[rows][Vectors];
-  T* c_tile = c + static_cast<std::int64_t>(i0) * ldc + j0;
-  unroll<rows>([&](auto r) {
-    unroll<Vectors>([&](auto v) {
-      sum[r][v] = vector_t<T>{};
-    });
-  });
-  const T* a_tile = a.data + static_cast<std::int64_t>(i0) * a.row;
-  const auto step = [&](int l, auto first, auto last) {
+
+  LINATTN_ALWAYS_INLINE void clear() {
+    unroll<rows>([&](auto r) LINATTN_INLINE_LAMBDA { unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA { sum[r][v] = vector_t<T>{}; }); });
+  }
+
+  template <int First, int Last>
+  LINATTN_ALWAYS_INLINE void step(const T* left, int a_row, const T* b) {
     vector_t<T> right[Vectors];
-    unroll<Vectors>([&](auto v) {
-      right[v] = load(b + static_cast<std::int64_t>(l) * ldb + j0 + v * lanes);
-    });
-    const T* left = a_tile + static_cast<std::int64_t>(l) * a.column;
-    unroll<last - first>([&](auto r) {
-      const T factor = left[(first + r) * a.row];
-      unroll<Vectors>([&](auto v) { sum[first + r][v] += factor * right[v]; });
-    });
-  };
-  using Zero = std::integral_constant<int, 0>;
-  using Rows = std::integral_constant<int, rows>;
-  int begin = 0;
-  int end = inner;
-  if (band == Band::upper) {
-    unroll<rows - 1>([&](auto e) {  // on the diagonal: row r starts at l = i0 + r
-      if (i0 + e < inner) step(i0 + e, Zero{}, std::integral_constant<int, e + 1>{});
-    });
-    begin = i0 + rows - 1;
-  } else if (band == Band::lower) {
-    end = i0 + 1 < inner ? i0 + 1 : inner;
-  }
-  for (int l = begin; l < end; ++l) step(l, Zero{}, Rows{});
-  if (band == Band::lower) {
-    unroll<rows - 1>([&](auto e) {  // on the diagonal: row r ends at l = i0 + r
-      if (i0 + 1 + e < inner) step(i0 + 1 + e, std::integral_constant<int, e + 1>{}, Rows{});
+    unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA { right[v] = load(b + v * lanes); });
+    unroll<Last - First>([&](auto r) LINATTN_INLINE_LAMBDA {
+      const T factor = left[(First + r) * a_row];
+      unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA { sum[First + r][v] += factor * right[v]; });
     });
   }
-  unroll<rows>([&](auto r) {
-    unroll<Vectors>([&](auto v) {
-      T* target = c_tile + r * ldc + v * lanes;
-      if (accumulate) sum[r][v] += load(target);
-      store(target, sum[r][v]);
-    });
-  });
+
+  LINATTN_ALWAYS_INLINE void add(int i0, int j0, const Product<T>& p) {
+    const T* a = p.a.data + static_cast<std::int64_t>(i0) * p.a.row;
+    const T* b = p.b + j0;
+    const std::int64_t column = p.a.column, ldb = p.ldb;
+    int begin = 0;
+    int end = p.inner;
+    if (p.band == Band::upper) {
+      unroll<rows - 1>([&](auto e) LINATTN_INLINE_LAMBDA {  // on the diagonal: row r starts at l = i0 + r
+        const int l = i0 + e;
+        if (l < p.inner) step<0, e + 1>(a + l * column, p.a.row, b + l * ldb);
+      });
+      begin = i0 + rows - 1;
+    } else if (p.band == Band::lower) {
+      end = i0 + 1 < p.inner ? i0 + 1 : p.inner;
+    }
+    for (int l = begin; l < end; ++l) step<0, rows>(a + l * column, p.a.row, b + l * ldb);
+    if (p.band == Band::lower) {
+      unroll<rows - 1>([&](auto e) LINATTN_INLINE_LAMBDA {  // on the diagonal: row r ends at l = i0 + r
+        const int l = i0 + 1 + e;
+        if (l < p.inner) step<e + 1, rows>(a + l * column, p.a.row, b + l * ldb);
+      });
+    }
+  }
+
+  LINATTN_ALWAYS_INLINE void finish(int i0, int j0, const Target<T>& t) {
+    const std::int64_t at = static_cast<std::int64_t>(i0) * t.ldc + j0;
+    T* c = t.c + at;
+    if (t.store == Store::compensated) {
+      T* low = t.low + at;
+      unroll<rows>([&](auto r) LINATTN_INLINE_LAMBDA {
+        unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA {
+          const std::int64_t k = std::int64_t(r) * t.ldc + v * lanes;
+          vector_t<T> high_v = load(c + k), low_v = load(low + k);
+          compensated_add(high_v, low_v, sum[r][v]);
+          store(c + k, high_v);
+          store(low + k, low_v);
+        });
+      });
+    } else {
+      unroll<rows>([&](auto r) LINATTN_INLINE_LAMBDA {
+        unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA {
+          T* target = c + std::int64_t(r) * t.ldc + v * lanes;
+          if (t.store == Store::add) sum[r][v] += load(target);
+          store(target, sum[r][v]);
+        });
+      });
+    }
+  }
+};
+
+// Whatever the inlining budget of the translation unit: a call inside would spill the accumulators.
+template <class T, int Vectors>
+LINATTN_FLATTEN inline void multiply_register_tile(int i0, int j0, const Product<T>* products, int count,
+                                   const Target<T>& target) {
+  RegisterTile<T, Vectors> tile;
+  tile.clear();
+  tile.add(i0, j0, products[0]);
+  if (count > 1) tile.add(i0, j0, products[1]);
+  tile.finish(i0, j0, target);
 }
 
 template <class T>
-inline void multiply_on_host(int m, int n, int inner, Factor<T> a, const T* b, int ldb, T* c, int ldc,
-                             Band band, bool accumulate, bool lower_only) {
+inline void multiply_on_host(int m, int n, const Product<T>* products, int count,
+                             const Target<T>& target) {
   constexpr int lanes = vector_lanes<T>;
   for (int i0 = 0; i0 < m; i0 += register_rows) {
-    const int columns = lower_only && i0 + register_rows < n ? i0 + register_rows : n;
+    const int columns = target.lower_only && i0 + register_rows < n ? i0 + register_rows : n;
     int j0 = 0;
     for (; j0 + lanes < columns; j0 += 2 * lanes)
-      multiply_register_tile<2>(i0, j0, inner, a, b, ldb, c, ldc, band, accumulate);
-    if (j0 < columns)
-      multiply_register_tile<1>(i0, j0, inner, a, b, ldb, c, ldc, band, accumulate);
+      multiply_register_tile<T, 2>(i0, j0, products, count, target);
+    if (j0 < columns) multiply_register_tile<T, 1>(i0, j0, products, count, target);
   }
 }
 
 }  // namespace LINATTN_SIMD_ABI
 
 template <class Team, class T>
-KOKKOS_FUNCTION void multiply_on_device(const Team& team, int m, int n, int inner, Factor<T> a,
-                                        const T* b, int ldb, T* c, int ldc, Band band, bool accumulate,
-                                        bool lower_only) {
+KOKKOS_FUNCTION void multiply_on_device(const Team& team, int m, int n, const Product<T>* products,
+                                        int count, const Target<T>& target) {
   constexpr int side = 4;
   const int tiles_across = (n + side - 1) / side;
   const int tiles = (m + side - 1) / side * tiles_across;
   for (int tile = team.rank(); tile < tiles; tile += team.size()) {
     const int i0 = tile / tiles_across * side;
     const int j0 = tile % tiles_across * side;
-    if (lower_only && j0 > i0 + side - 1) continue;
+    if (target.lower_only && j0 > i0 + side - 1) continue;
     T sum[side][side];
     for (int r = 0; r < side; ++r)
       for (int s = 0; s < side; ++s) sum[r][s] = T(0);
-    const int begin = band == Band::upper ? i0 : 0;
-    const int end = band == Band::lower && i0 + side < inner ? i0 + side : inner;
-    for (int l = begin; l < end; ++l) {
-      T right[side];
-      for (int s = 0; s < side; ++s) right[s] = b[l * ldb + j0 + s];
-      for (int r = 0; r < side; ++r) {
-        const bool counts = band == Band::all || (band == Band::lower ? l <= i0 + r : l >= i0 + r);
-        if (!counts) continue;
-        const T left = a.data[(i0 + r) * a.row + l * a.column];
-        for (int s = 0; s < side; ++s) sum[r][s] += left * right[s];
+    for (int which = 0; which < count; ++which) {
+      const Product<T>& p = products[which];
+      const int begin = p.band == Band::upper ? i0 : 0;
+      const int end = p.band == Band::lower && i0 + side < p.inner ? i0 + side : p.inner;
+      for (int l = begin; l < end; ++l) {
+        T right[side];
+        for (int s = 0; s < side; ++s) right[s] = p.b[l * p.ldb + j0 + s];
+        for (int r = 0; r < side; ++r) {
+          const bool counts =
+              p.band == Band::all || (p.band == Band::lower ? l <= i0 + r : l >= i0 + r);
+          if (!counts) continue;
+          const T left = p.a.data[(i0 + r) * p.a.row + l * p.a.column];
+          for (int s = 0; s < side; ++s) sum[r][s] += left * right[s];
+        }
       }
     }
-    for (int r = 0; r < side; ++r)
+    for (int r = 0; r < side; ++r) {
       for (int s = 0; s < side; ++s) {
-        T& target = c[(i0 + r) * ldc + j0 + s];
-        target = accumulate ? target + sum[r][s] : sum[r][s];
+        const int at = (i0 + r) * target.ldc + j0 + s;
+        if (target.store == Store::compensated)
+          compensated_add(target.c[at], target.low[at], sum[r][s]);
+        else
+          target.c[at] = target.store == Store::add ? target.c[at] + sum[r][s] : sum[r][s];
       }
+    }
   }
 }
 
-/// C = A B, or C += A B if `accumulate`: C is m x n, the sum has `inner` terms, of which `band` selects.
-/// With `lower_only` elements above the diagonal are unspecified, and cost nothing where possible.
-/// The terms of an element are added in increasing order of l, and their sum once to C: sums over many
-/// tiles are two-level. A barrier is the caller's duty.
+/// C = (or +=) the sum of one or two products; C is m x n. The terms of an element are added in
+/// increasing order of l, first those of the first product, and their sum once to C: long sums over many
+/// tiles are at least two-level. A barrier is the caller's duty.
 template <class Team, class T>
-KOKKOS_FUNCTION void multiply(const Team& team, int m, int n, int inner, Factor<T> a, const T* b,
-                              int ldb, T* c, int ldc, Band band, bool accumulate,
-                              bool lower_only = false) {
+KOKKOS_FUNCTION void multiply(const Team& team, int m, int n, const Product<T>* products, int count,
+                              const Target<T>& target) {
   if constexpr (Team::on_host) {
 #if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
-    multiply_on_host(m, n, inner, a, b, ldb, c, ldc, band, accumulate, lower_only);
+    multiply_on_host(m, n, products, count, target);
 #endif
   } else {
-    multiply_on_device(team, m, n, inner, a, b, ldb, c, ldc, band, accumulate, lower_only);
+    multiply_on_device(team, m, n, products, count, target);
   }
+}
+
+template <class Team, class T>
+KOKKOS_FORCEINLINE_FUNCTION void multiply(const Team& team, int m, int n, const Product<T>& product,
+                                          const Target<T>& target) {
+  multiply(team, m, n, &product, 1, target);
+}
+
+template <class Team, class T>
+KOKKOS_FORCEINLINE_FUNCTION void multiply(const Team& team, int m, int n, const Product<T>& first,
+                                          const Product<T>& second, const Target<T>& target) {
+  const Product<T> products[2] = {first, second};
+  multiply(team, m, n, products, 2, target);
+}
+
+/// to[c][r] = from[r][c] for a rows x columns tile. The padding of `to` up to whole vectors is
+/// overwritten with what lies in the padding of `from`.
+template <class Team, class T>
+KOKKOS_FUNCTION void transpose(const Team& team, int rows, int columns, const T* from, int ld_from,
+                               T* to, int ld_to) {
+#if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
+  if constexpr (Team::on_host) {
+    constexpr int lanes = vector_lanes<T>;
+    for (int r = 0; r < rows; r += lanes)
+      for (int c = 0; c < columns; c += lanes)
+        transpose_block(from + std::int64_t(r) * ld_from + c, ld_from, to + std::int64_t(c) * ld_to + r,
+                        ld_to);
+    return;
+  }
+#endif
+  for_each_in_rows(team, rows, columns, [&](int r) {
+    return [=](int c) { to[c * ld_to + r] = from[r * ld_from + c]; };
+  });
 }
 
 /// sum_i a_i b_i of two aligned rows padded with zeros to `n`, a multiple of tile_columns<T>.

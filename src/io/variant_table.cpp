@@ -151,6 +151,15 @@ constexpr VariantSpec table[] = {
   throw InvalidArgument(detail::message("expected ", spec.expectation(), ", found ", found));
 }
 
+template <class Number>
+Number parse_number(const AttributeSpec& spec, std::string_view text) {
+  Number number{};
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || stop != end) fail(spec, detail::message("'", text, "'"));
+  return number;
+}
+
 }  // namespace
 
 std::string AttributeSpec::expectation() const {
@@ -243,25 +252,16 @@ Value coerce(const AttributeSpec& spec, const Value& value) {
 }
 
 Value parse(const AttributeSpec& spec, std::string_view text) {
-  const std::string quoted = "'" + std::string(text) + "'";
-  if (spec.kind == Kind::choice) return coerce(spec, text);
-  const char* const end = text.data() + text.size();
-  if (spec.kind == Kind::real) {
-    double number = 0.0;
-    const auto [stop, error] = std::from_chars(text.data(), end, number);
-    if (error != std::errc() || stop != end) fail(spec, quoted);
-    return coerce(spec, number);
+  switch (spec.kind) {
+    case Kind::choice:
+      return coerce(spec, text);
+    case Kind::real:
+      return coerce(spec, parse_number<double>(spec, text));
+    case Kind::counter:
+      return coerce(spec, parse_number<std::uint64_t>(spec, text));
+    default:
+      return coerce(spec, parse_number<std::int64_t>(spec, text));
   }
-  if (spec.kind == Kind::counter) {
-    std::uint64_t number = 0;
-    const auto [stop, error] = std::from_chars(text.data(), end, number);
-    if (error != std::errc() || stop != end) fail(spec, quoted);
-    return number;
-  }
-  std::int64_t number = 0;
-  const auto [stop, error] = std::from_chars(text.data(), end, number);
-  if (error != std::errc() || stop != end) fail(spec, quoted);
-  return coerce(spec, number);
 }
 
 }  // namespace LinAttn::io

@@ -22,6 +22,7 @@ using hdf5::Handle;
 using hdf5::Session;
 
 constexpr std::uint64_t largest_chunk_bytes = std::uint64_t{16} << 20;
+constexpr int longest_link_chain = 40;
 constexpr std::uint64_t longest_attribute_bytes = std::uint64_t{64} << 20;
 
 std::uint64_t saturating_product(std::uint64_t a, std::uint64_t b) {
@@ -139,9 +140,11 @@ struct Writer::Impl {
       throw InvalidArgument("expected the name of an output file, found an empty name");
     std::error_code error;
     real_name = target;
-    if (std::filesystem::is_symlink(target, error)) {
-      real_name = std::filesystem::weakly_canonical(target, error);
-      if (error) refuse("cannot be written: " + error.message());
+    for (int links = 0; std::filesystem::is_symlink(real_name, error); ++links) {
+      const auto next = std::filesystem::read_symlink(real_name, error);
+      if (error || links == longest_link_chain)
+        refuse("cannot be written: too many symbolic links");
+      real_name = real_name.parent_path() / next;
     }
     struct stat status {};
     if (::stat(real_name.c_str(), &status) == 0) {

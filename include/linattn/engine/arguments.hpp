@@ -43,7 +43,16 @@ struct RowTensor {
   KOKKOS_FORCEINLINE_FUNCTION explicit operator bool() const { return data != nullptr; }
 };
 
-/// States of segments in the workspace, one for each (batch, key/value head) and segment.
+/// A state of the caller: values (sequence, head, feature) -> row of Dv, sums and shifts per feature.
+template <class A, class I>
+struct CallerState {
+  RowTensor<A> values{};
+  RowTensor<A> sums{};
+  RowTensor<I> shifts{};
+  bool present = false;
+};
+
+/// States of segments in the workspace, one for each (sequence, key/value head) and segment.
 ///
 /// `values` holds S (R x Dv, features first; or its transpose), `sums` z. `shifts` are those of the
 /// segment alone; `carried_shifts` those of the state that enters the segment, written by the scan.
@@ -70,29 +79,73 @@ struct Arguments {
   RowTensor<const T> d_o{};
   RowTensor<T> d_q{}, d_k{}, d_v{};
 
-  std::int64_t batch = 0, heads = 0, kv_heads = 0, group = 0, nq = 0, nk = 0;
+  const std::uint8_t* key_mask = nullptr;  // (batch, nk); nullptr: every key is visible
+  std::int64_t mask_batch_stride = 0, mask_stride = 0;
+  const std::int64_t* cu_seqlens_q = nullptr;  // packed members; nullptr: one sequence a batch entry
+  const std::int64_t* cu_seqlens_k = nullptr;
+
+  CallerState<const A, const int> initial{};            // state before the first key
+  CallerState<A, int> last{};                           // forward: receives the state after the last key
+  CallerState<const A, const int> last_cotangent{};     // backward: dL / d(state after the last key)
+  CallerState<A, const int> initial_gradient{};         // backward: receives dL / d(state before the first)
+
+  std::int64_t sequences = 0, heads = 0, kv_heads = 0, group = 0, nq = 0, nk = 0;
   int d = 0, dv = 0, features = 0;
   bool causal = false, normalise = true;
   A scale = A(1);
 
   Plan plan{};
-  std::int64_t tasks = 0;            // (batch, key/value head, segment)
+  std::int64_t tasks = 0;              // (sequence, key/value head, segment)
   std::byte* worker_memory = nullptr;  // tiles of all workers, unless in scratch
-  SegmentStates<A> states{};         // empty: one segment, nothing spilled
-  int* shift_table = nullptr;        // scaled maps, backward: shift before each interval, then in total
-  std::int64_t shift_entries = 0;    // entries of the table for one (batch, key/value head)
+  SegmentStates<A> states{};           // empty: one segment, nothing spilled
+  int* shift_table = nullptr;          // scaled maps, backward: maximum up to the end of each interval
+  std::int64_t shift_entries = 0;      // entries of the table for one (sequence, key/value head)
   double* query_parameter_parts = nullptr;  // (task, group)
   double* key_parameter_parts = nullptr;    // (task)
 
-  /// Keys, or queries when not causal, of one sequence that segments share out.
   KOKKOS_FORCEINLINE_FUNCTION std::int64_t chunks(std::int64_t tokens) const {
     return (tokens + plan.chunk - 1) / plan.chunk;
   }
+  /// First chunk of a segment: the chunks of a sequence are shared out evenly.
   KOKKOS_FORCEINLINE_FUNCTION std::int64_t first_chunk(std::int64_t tokens, std::int64_t segment) const {
     return chunks(tokens) * segment / plan.segments;
   }
   KOKKOS_FORCEINLINE_FUNCTION std::int64_t state_size() const {
     return static_cast<std::int64_t>(features) * dv;
+  }
+  /// Tokens whose largest shift is one entry of the table.
+  KOKKOS_FORCEINLINE_FUNCTION std::int64_t shift_interval() const {
+    return static_cast<std::int64_t>(plan.shift_interval) * plan.chunk;
+  }
+};
+
+/// Where one sequence lies in the tensors.
+struct Sequence {
+  std::int64_t batch = 0;
+  std::int64_t q_begin = 0, nq = 0;
+  std::int64_t k_begin = 0, nk = 0;
+
+  template <class Args>
+  KOKKOS_FORCEINLINE_FUNCTION static Sequence at(const Args& args, std::int64_t index) {
+    if (!args.cu_seqlens_q) return {index, 0, args.nq, 0, args.nk};
+    const std::int64_t q = args.cu_seqlens_q[index], k = args.cu_seqlens_k[index];
+    return {0, q, args.cu_seqlens_q[index + 1] - q, k, args.cu_seqlens_k[index + 1] - k};
+  }
+};
+
+/// The keys of one sequence that may be seen.
+struct Visibility {
+  const std::uint8_t* mask = nullptr;
+  std::int64_t stride = 0;
+
+  template <class Args>
+  KOKKOS_FORCEINLINE_FUNCTION static Visibility of(const Args& args, const Sequence& sequence) {
+    if (!args.key_mask) return {};
+    return {args.key_mask + sequence.batch * args.mask_batch_stride + sequence.k_begin * args.mask_stride,
+            args.mask_stride};
+  }
+  KOKKOS_FORCEINLINE_FUNCTION bool operator()(std::int64_t key) const {
+    return !mask || mask[key * stride] != 0;
   }
 };
 
@@ -102,6 +155,9 @@ enum class Walk { key_state, output, query_gradient, query_state, key_gradient }
 /// Tiles of one worker. Leading dimensions are padded so that no product has a remainder.
 template <class A>
 struct Tiles {
+  /// Long sums of states are compensated where the accumulator is not fp64.
+  static constexpr bool compensated = sizeof(A) < 8;
+
   int ldr = 0, ldv = 0, ldc = 0;  // leading dimensions of rows of features, values, keys of a chunk
   A *keys = nullptr, *keys_t = nullptr;      // (C, R) and its transpose
   A *values = nullptr, *values_t = nullptr;  // (C, Dv) and its transpose
@@ -111,8 +167,9 @@ struct Tiles {
   A *weight_cotangents = nullptr;            // (C, C): E_ij = dL / dP_ij
   A *out = nullptr;                          // numerators, or gradients of features
   A *value_gradients = nullptr, *value_gradients_t = nullptr;
-  A *state = nullptr, *sums = nullptr;       // S or its transpose, z; the mirrored state alike
-  A *row_scale = nullptr;                    // (C): denominators or their reciprocals
+  A *state = nullptr, *state_low = nullptr;  // S or its transpose, and what compensated sums lost
+  A *sums = nullptr, *sums_low = nullptr;    // z; the mirrored state alike
+  A *row_scale = nullptr;                    // (C): denominators or factors of rows
   A *row_terms = nullptr;                    // (C): cotangent of the denominator
   double* parameter_terms = nullptr;         // (C)
   int *shift = nullptr, *new_shift = nullptr;  // (R)
@@ -131,14 +188,17 @@ struct Tiles {
     const bool has_keys = walk != Walk::query_state;
     const bool has_queries = walk != Walk::key_state;
     const bool gradient = walk == Walk::query_gradient || walk == Walk::key_gradient;
-    state = transposed ? arena.take<A>(std::int64_t(v) * ldr) : arena.take<A>(std::int64_t(r) * ldv);
+    const std::int64_t state_size = transposed ? std::int64_t(v) * ldr : std::int64_t(r) * ldv;
+    state = arena.take<A>(state_size);
     sums = arena.take<A>(ldr);
+    if (compensated) {
+      state_low = arena.take<A>(state_size);
+      sums_low = arena.take<A>(ldr);
+    }
     if (has_keys) {
       keys = arena.take<A>(std::int64_t(c) * ldr);
-      if (transposed)
-        values_t = arena.take<A>(std::int64_t(v) * ldc);
-      else
-        values = arena.take<A>(std::int64_t(c) * ldv);
+      values = arena.take<A>(std::int64_t(c) * ldv);
+      if (transposed) values_t = arena.take<A>(std::int64_t(v) * ldc);
     }
     if (walk == Walk::output || walk == Walk::key_gradient)
       keys_t = arena.take<A>(std::int64_t(r) * ldc);

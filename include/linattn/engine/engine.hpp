@@ -82,7 +82,7 @@ class Call {
                                     features, " Dv=", problem.dv));
     if (!(options.scale - options.scale == 0.0))
       throw InvalidArgument(message("LinAttn: scale must be finite, found ", options.scale));
-    m_args.batch = problem.batch;
+    m_args.sequences = problem.sequences();
     m_args.heads = problem.heads;
     m_args.kv_heads = problem.kv_heads;
     m_args.group = problem.group();
@@ -104,10 +104,13 @@ class Call {
       trial.plan.chunk = chunk;
       return worker_bytes(trial);
     });
-    m_args.tasks = problem.batch * problem.kv_heads * m_args.plan.segments;
+    m_args.tasks = m_args.sequences * problem.kv_heads * m_args.plan.segments;
     if constexpr (scaled) {
-      const std::int64_t interval = std::int64_t(m_args.plan.chunk) * m_args.plan.shift_interval;
-      m_args.shift_entries = (problem.nk + interval - 1) / interval + 1;
+      // a causal walk starts in each interval with the shift at the end of the one before; without a
+      // mask the total is wanted, which a single worker finds by itself
+      const std::int64_t interval = m_args.shift_interval();
+      const std::int64_t intervals = std::max<std::int64_t>(1, (problem.longest_keys() + interval - 1) / interval);
+      m_args.shift_entries = m_args.causal ? intervals - 1 : (m_args.plan.segments > 1 ? intervals : 0);
     }
   }
 
@@ -130,12 +133,18 @@ class Call {
     place(arena);
   }
 
+  /// Enters what the caller gave, checked, into the arguments.
+  void bind(const Inputs<ExecSpace, T>& inputs, const Saved<ExecSpace, T>& saved);
+  template <class StateRef, class Caller>
+  void bind_state(const char* name, const StateRef& state, Caller& caller);
+
   void launch_forward() {
-    if (m_args.tasks == 0 || m_args.nq == 0) return;
+    if (m_args.tasks == 0 || (m_args.nq == 0 && !m_args.last.present)) return;
     const Region region("LinAttn::forward");
     if (m_args.plan.segments > 1) {
       walk<Walk::key_state>("LinAttn::forward::key_state", false);
-      scan("LinAttn::forward::scan", m_args.causal ? ScanKind::prefix : ScanKind::total, false);
+      scan("LinAttn::forward::scan", m_args.causal ? ScanKind::prefix : ScanKind::total, m_args.initial, 1,
+           false);
     }
     walk<Walk::output>("LinAttn::forward::output", false);
   }
@@ -145,9 +154,8 @@ class Call {
     if (m_args.tasks > 0) {
       if (m_args.nq > 0 && (gradients.q.present() || gradients.query_parameter.present()))
         launch_query_gradients();
-      if (m_args.nk > 0 &&
-          (gradients.k.present() || gradients.v.present() || gradients.key_parameter.present()))
-        launch_key_gradients();
+      const bool of_keys = gradients.k.present() || gradients.v.present() || gradients.key_parameter.present();
+      if ((m_args.nk > 0 && of_keys) || m_args.initial_gradient.present) launch_key_gradients();
     }
     if constexpr (ParameterizedFeatureMap<QueryMap>)
       sum_parts("LinAttn::backward::query_parameter", gradients.query_parameter,
@@ -181,10 +189,12 @@ class Call {
         m_args.states.carried_shifts = arena.take<int>(m_args.tasks * m_args.features);
       }
     }
+    if constexpr (!is_host_space_v<ExecSpace>) {
+      if (m_problem.members > 0) m_device_offsets = arena.take<std::int64_t>(2 * (m_problem.members + 1));
+    }
     if (m_pass == Pass::backward) {
       if constexpr (scaled)
-        m_args.shift_table = arena.take<int>(m_problem.batch * m_problem.kv_heads *
-                                             m_args.shift_entries * m_args.features);
+        m_args.shift_table = arena.take<int>(units() * m_args.shift_entries * m_args.features);
       if constexpr (ParameterizedFeatureMap<QueryMap>)
         m_args.query_parameter_parts = arena.take<double>(m_args.tasks * m_args.group);
       if constexpr (ParameterizedFeatureMap<KeyMap>)
@@ -192,10 +202,19 @@ class Call {
     }
   }
 
+  const std::int64_t* copy_offsets(const std::int64_t* from, std::int64_t* to, std::size_t count) {
+    using Host = Kokkos::View<const std::int64_t*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+    using Device = Kokkos::View<std::int64_t*, typename ExecSpace::memory_space,
+                                Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+    Kokkos::deep_copy(m_exec, Device(to, count), Host(from, count));
+    return to;
+  }
+
   void launch_query_gradients() {
     if (m_args.plan.segments > 1) {
       walk<Walk::key_state>("LinAttn::backward::key_state", true);
-      scan("LinAttn::backward::prefix_scan", m_args.causal ? ScanKind::prefix : ScanKind::total, true);
+      scan("LinAttn::backward::prefix_scan", m_args.causal ? ScanKind::prefix : ScanKind::total,
+           m_args.initial, 1, true);
     }
     walk<Walk::query_gradient>("LinAttn::backward::query_gradient", true);
   }
@@ -204,7 +223,8 @@ class Call {
     if constexpr (scaled) find_shifts();
     if (m_args.plan.segments > 1) {
       walk<Walk::query_state>("LinAttn::backward::query_state", true);
-      scan("LinAttn::backward::suffix_scan", m_args.causal ? ScanKind::suffix : ScanKind::total, true);
+      scan("LinAttn::backward::suffix_scan", m_args.causal ? ScanKind::suffix : ScanKind::total,
+           m_args.last_cotangent, -1, true);
     }
     walk<Walk::key_gradient>("LinAttn::backward::key_gradient", true);
   }
@@ -218,24 +238,30 @@ class Call {
                          WalkKernel<ExecSpace, Args, Kind, T, QueryMap, KeyMap>{m_args, transposed});
   }
 
-  void scan(const char* label, ScanKind kind, bool transposed) {
+  void scan(const char* label, ScanKind kind, const CallerState<const A, const int>& edge, int edge_sign,
+            bool transposed) {
     const ScanStates<ExecSpace, A, scaled> kernel{m_args.states,
+                                                  edge,
+                                                  edge_sign,
                                                   kind,
                                                   transposed,
                                                   m_args.plan.segments,
                                                   m_args.features,
                                                   m_args.dv,
-                                                  m_problem.batch * m_problem.kv_heads};
-    launch_teams(label, kernel.units * kernel.blocks(), kernel);
+                                                  m_args.kv_heads};
+    launch_teams(label, units() * kernel.blocks(), kernel);
   }
 
   void find_shifts() {
-    const std::int64_t units = m_problem.batch * m_problem.kv_heads;
-    launch_teams("LinAttn::backward::find_shifts", units * m_args.shift_entries,
+    if (m_args.shift_entries == 0) return;
+    launch_teams("LinAttn::backward::find_shifts", units() * m_args.shift_entries,
                  FindShifts<ExecSpace, T, QueryMap, KeyMap>{m_args});
-    launch_teams("LinAttn::backward::scan_shifts", units,
-                 ScanShifts<ExecSpace>{m_args.shift_table, m_args.shift_entries, m_args.features});
+    launch_teams("LinAttn::backward::scan_shifts", units(),
+                 ScanShifts<ExecSpace>{m_args.shift_table, m_args.initial.shifts, m_args.shift_entries,
+                                       m_args.kv_heads, m_args.features});
   }
+
+  std::int64_t units() const { return m_args.sequences * m_args.kv_heads; }
 
   template <class Kernel>
   void launch_teams(const char* label, std::int64_t teams, const Kernel& kernel) {
@@ -252,12 +278,13 @@ class Call {
     Kokkos::parallel_for(
         label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, gradient.extent(0)),
         SumParameterParts<ExecSpace>{parts, gradient.data(), gradient.stride(0),
-                                     nothing ? 0 : m_problem.batch, m_problem.kv_heads,
+                                     nothing ? 0 : m_args.sequences, m_args.kv_heads,
                                      m_args.plan.segments, group});
   }
 
   ExecSpace m_exec;
   Problem m_problem;
+  std::int64_t* m_device_offsets = nullptr;
   Pass m_pass;
   Args m_args;
 };
@@ -286,6 +313,40 @@ void require_output(const char* name, const Tensor& tensor, const std::array<std
                                     "(stride 0 in dimension ", r, " of ", tensor.shape(), ")"));
 }
 
+/// Checks the offsets of packed sequences and enters them into the problem.
+inline void read_offsets(const SequenceOffsets& q, const SequenceOffsets& k, Problem& problem) {
+  if (!q.present() && !k.present()) return;
+  if (!q.present() || !k.present())
+    throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k are given together or not at all, found only ",
+                                  q.present() ? "cu_seqlens_q" : "cu_seqlens_k"));
+  if (problem.batch != 1)
+    throw InvalidArgument(message("LinAttn: cu_seqlens needs B = 1, found B = ", problem.batch));
+  if (q.extent(0) != k.extent(0) || q.extent(0) < 1)
+    throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k need the same number of at least one ",
+                                  "offset, found ", q.extent(0), " and ", k.extent(0)));
+  const auto longest = [&](const char* name, const SequenceOffsets& offsets, std::int64_t total) {
+    const std::int64_t count = offsets.extent(0);
+    if (count > 1 && offsets.stride(0) != 1)
+      throw InvalidArgument(message("LinAttn: ", name, " must be contiguous, found stride ", offsets.stride(0)));
+    if (offsets(0) != 0)
+      throw InvalidArgument(message("LinAttn: ", name, " must start at 0, found ", offsets(0)));
+    std::int64_t largest = 0;
+    for (std::int64_t m = 1; m < count; ++m) {
+      const std::int64_t extent = offsets(m) - offsets(m - 1);
+      if (extent < 0)
+        throw InvalidArgument(message("LinAttn: ", name, " must not decrease, found ", offsets(m - 1), " then ",
+                                      offsets(m), " at entry ", m));
+      largest = std::max(largest, extent);
+    }
+    if (offsets(count - 1) != total)
+      throw InvalidArgument(message("LinAttn: ", name, " must end at ", total, ", found ", offsets(count - 1)));
+    return largest;
+  };
+  problem.longest_q = longest("cu_seqlens_q", q, problem.nq);
+  problem.longest_k = longest("cu_seqlens_k", k, problem.nk);
+  problem.members = q.extent(0) - 1;
+}
+
 template <class ExecSpace, class T>
 Problem problem_of(const Inputs<ExecSpace, T>& in) {
   for (const auto& [name, tensor] : {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}})
@@ -300,7 +361,63 @@ Problem problem_of(const Inputs<ExecSpace, T>& in) {
   p.dv = in.v.extent(3);
   require_shape("k", in.k, {p.batch, p.kv_heads, p.nk, p.d});
   require_shape("v", in.v, {p.batch, p.kv_heads, p.nk, p.dv});
+  read_offsets(in.cu_seqlens_q, in.cu_seqlens_k, p);
+  if (in.key_mask.present()) {
+    require_shape("key_mask", in.key_mask, {p.batch, p.nk});
+    if (p.members > 0 || in.cu_seqlens_q.present())
+      throw InvalidArgument("LinAttn: key_mask and cu_seqlens cannot be combined");
+  }
   return p;
+}
+
+template <class T, class ExecSpace, Variant V>
+void Call<T, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<ExecSpace, T>& saved) {
+  m_args.q = decltype(m_args.q)(in.q);
+  m_args.k = decltype(m_args.k)(in.k);
+  m_args.v = decltype(m_args.v)(in.v);
+  m_args.o = decltype(m_args.o)(saved.o);
+  m_args.denominator = decltype(m_args.denominator)(saved.denominator);
+  if (in.key_mask.present()) {
+    m_args.key_mask = in.key_mask.data();
+    m_args.mask_batch_stride = in.key_mask.stride(0);
+    m_args.mask_stride = in.key_mask.stride(1);
+  }
+  if (m_problem.members > 0) {
+    if (m_args.causal) {
+      for (std::int64_t m = 0; m < m_problem.members; ++m) {
+        const std::int64_t nq = in.cu_seqlens_q(m + 1) - in.cu_seqlens_q(m);
+        const std::int64_t nk = in.cu_seqlens_k(m + 1) - in.cu_seqlens_k(m);
+        if (nq > nk)
+          throw InvalidArgument(message("LinAttn: causal attention needs Nq <= Nk in every member, found Nq = ",
+                                        nq, " and Nk = ", nk, " in member ", m));
+      }
+    }
+    if constexpr (is_host_space_v<ExecSpace>) {
+      m_args.cu_seqlens_q = in.cu_seqlens_q.data();
+      m_args.cu_seqlens_k = in.cu_seqlens_k.data();
+    } else {
+      const std::size_t count = static_cast<std::size_t>(m_problem.members + 1);
+      m_args.cu_seqlens_q = copy_offsets(in.cu_seqlens_q.data(), m_device_offsets, count);
+      m_args.cu_seqlens_k = copy_offsets(in.cu_seqlens_k.data(), m_device_offsets + count, count);
+    }
+  }
+  bind_state("initial state", in.state, m_args.initial);
+}
+
+template <class T, class ExecSpace, Variant V>
+template <class StateRef, class Caller>
+void Call<T, ExecSpace, V>::bind_state(const char* name, const StateRef& state, Caller& caller) {
+  if (!state.S.present() && !state.z.present() && !state.shift.present()) return;
+  const std::int64_t m = m_args.sequences, h = m_args.kv_heads, r = m_args.features;
+  require_shape(message("S of the ", name).c_str(), state.S, {m, h, r, m_args.dv});
+  require_shape(message("z of the ", name).c_str(), state.z, {m, h, r});
+  caller.values = decltype(caller.values)(state.S);
+  caller.sums = decltype(caller.sums)(state.z);
+  if constexpr (scaled) {
+    require_shape(message("shift of the ", name).c_str(), state.shift, {m, h, r});
+    caller.shifts = decltype(caller.shifts)(state.shift);
+  }
+  caller.present = true;
 }
 
 }  // namespace LinAttn::detail
@@ -330,12 +447,8 @@ void forward(const ExecSpace& exec, const V& variant,
   if (saved.denominator.present())
     detail::require_output("denominator", saved.denominator, {p.batch, p.heads, p.nq});
   call.use_workspace(workspace);
-  auto& args = call.arguments();
-  args.q = decltype(args.q)(inputs.q);
-  args.k = decltype(args.k)(inputs.k);
-  args.v = decltype(args.v)(inputs.v);
-  args.o = decltype(args.o)(saved.o);
-  args.denominator = decltype(args.denominator)(saved.denominator);
+  call.bind(inputs, saved);
+  call.bind_state("final state", saved.state, call.arguments().last);
   call.launch_forward();
 }
 
@@ -343,13 +456,13 @@ template <class T, class ExecSpace, Variant V>
 void backward(const ExecSpace& exec, const V& variant,
               const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
               const std::type_identity_t<Saved<ExecSpace, T>>& saved,
-              const std::type_identity_t<TensorRef<const T, 4, ExecSpace>>& d_o,
+              const std::type_identity_t<Cotangents<ExecSpace, T>>& cotangents,
               const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
               const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
   const Problem p = detail::problem_of(inputs);
   detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::backward, options);
   auto& args = call.arguments();
-  detail::require_shape("d_o", d_o, {p.batch, p.heads, p.nq, p.dv});
+  detail::require_shape("d_o", cotangents.o, {p.batch, p.heads, p.nq, p.dv});
   if (args.normalise) {
     detail::require_shape("saved o", saved.o, {p.batch, p.heads, p.nq, p.dv});
     detail::require_shape("saved denominator", saved.denominator, {p.batch, p.heads, p.nq});
@@ -371,12 +484,19 @@ void backward(const ExecSpace& exec, const V& variant,
   require_parameter("query", V::query_parameter, gradients.query_parameter, p.heads);
   require_parameter("key", V::key_parameter, gradients.key_parameter, p.kv_heads);
   call.use_workspace(workspace);
-  args.q = decltype(args.q)(inputs.q);
-  args.k = decltype(args.k)(inputs.k);
-  args.v = decltype(args.v)(inputs.v);
-  args.o = decltype(args.o)(saved.o);
-  args.denominator = decltype(args.denominator)(saved.denominator);
-  args.d_o = decltype(args.d_o)(d_o);
+  call.bind(inputs, saved);
+  call.bind_state("cotangent of the final state", cotangents.state, args.last_cotangent);
+  if (gradients.state.S.present() || gradients.state.z.present()) {
+    if (!args.initial.present)
+      throw InvalidArgument("LinAttn: a gradient of the initial state is asked for, but there is none");
+    State<ExecSpace, T> target = gradients.state;
+    detail::require_output("gradient of S", target.S, {args.sequences, p.kv_heads, args.features, p.dv});
+    detail::require_output("gradient of z", target.z, {args.sequences, p.kv_heads, args.features});
+    args.initial_gradient.values = decltype(args.initial_gradient.values)(target.S);
+    args.initial_gradient.sums = decltype(args.initial_gradient.sums)(target.z);
+    args.initial_gradient.present = true;
+  }
+  args.d_o = decltype(args.d_o)(cotangents.o);
   args.d_q = decltype(args.d_q)(gradients.q);
   args.d_k = decltype(args.d_k)(gradients.k);
   args.d_v = decltype(args.d_v)(gradients.v);
@@ -408,11 +528,11 @@ template <class T, class ExecSpace, Variant V>
 void backward(const ExecSpace& exec, const V& variant,
               const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
               const std::type_identity_t<Saved<ExecSpace, T>>& saved,
-              const std::type_identity_t<TensorRef<const T, 4, ExecSpace>>& d_o,
+              const std::type_identity_t<Cotangents<ExecSpace, T>>& cotangents,
               const std::type_identity_t<Gradients<ExecSpace, T>>& gradients, const Options& options) {
   const auto arena = detail::allocate_workspace(
       exec, workspace_size<T>(exec, variant, detail::problem_of(inputs), Pass::backward, options));
-  backward<T>(exec, variant, inputs, saved, d_o, gradients, Workspace<ExecSpace>(arena), options);
+  backward<T>(exec, variant, inputs, saved, cotangents, gradients, Workspace<ExecSpace>(arena), options);
   detail::fence(exec, "LinAttn::backward::workspace_release");
 }
 

@@ -16,6 +16,9 @@ namespace LinAttn::detail {
 /// What a segment receives: the states before it, those after it, or all of them.
 enum class ScanKind { prefix, suffix, total };
 
+///
+/// `edge` is the caller's state that stands before the first segment (behind the last one for suffixes,
+/// with the sign of its shifts turned), if there is one.
 template <class ExecSpace, class A, bool Scaled>
 struct ScanStates {
   using Member = typename Kokkos::TeamPolicy<ExecSpace>::member_type;
@@ -23,30 +26,35 @@ struct ScanStates {
   static constexpr int block = 256;
 
   SegmentStates<A> states;
+  CallerState<const A, const int> edge;
+  int edge_sign;
   ScanKind kind;
   bool transposed;
   int segments, features, dv;
-  std::int64_t units;
+  std::int64_t kv_heads;
 
-  std::int64_t elements() const { return std::int64_t(features) * dv + (Scaled ? 2 : 1) * features; }
   std::int64_t blocks() const { return (elements() + block - 1) / block; }
 
   KOKKOS_FUNCTION void operator()(const Member& team) const {
     const std::int64_t state = std::int64_t(features) * dv;
-    const std::int64_t count = state + (Scaled ? 2 : 1) * features;
+    const std::int64_t count = elements();
     const std::int64_t blocks = (count + block - 1) / block;
     const std::int64_t unit = team.league_rank() / blocks;
     const std::int64_t begin = team.league_rank() % blocks * block;
     const int here = static_cast<int>(count - begin < block ? count - begin : block);
+    const std::int64_t member = unit / kv_heads, head = unit % kv_heads;
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, here), [&](int e) {
       const std::int64_t element = begin + e;
       if (element < state) {
-        const int feature =
-            static_cast<int>(transposed ? element % features : element / dv);
-        scan_values(team, states.values + unit * segments * state + element, state, unit, feature);
+        const int feature = static_cast<int>(transposed ? element % features : element / dv);
+        const int value = static_cast<int>(transposed ? element / features : element % dv);
+        const A first = edge.present ? edge.values.row(member, head, feature)[value * edge.values.element_stride]
+                                     : A(0);
+        scan_values(team, states.values + unit * segments * state + element, state, unit, feature, first);
       } else if (element < state + features) {
         const int feature = static_cast<int>(element - state);
-        scan_values(team, states.sums + unit * segments * features + feature, features, unit, feature);
+        const A first = edge.present ? *edge.sums.row(member, head, feature) : A(0);
+        scan_values(team, states.sums + unit * segments * features + feature, features, unit, feature, first);
       } else {
         scan_shifts(team, unit, static_cast<int>(element - state - features));
       }
@@ -54,10 +62,22 @@ struct ScanStates {
   }
 
  private:
+  KOKKOS_FUNCTION std::int64_t elements() const {
+    return std::int64_t(features) * dv + (Scaled ? 2 : 1) * features;
+  }
   KOKKOS_FUNCTION int place(int i) const { return kind == ScanKind::suffix ? segments - 1 - i : i; }
 
+  KOKKOS_FUNCTION int edge_shift(std::int64_t unit, int feature) const {
+    return edge.present ? edge_sign * *edge.shifts.row(unit / kv_heads, unit % kv_heads, feature) : no_shift;
+  }
+
   KOKKOS_FUNCTION void scan_values(const Member& team, A* values, std::int64_t stride,
-                                   std::int64_t unit, int feature) const {
+                                   std::int64_t unit, int feature, A edge_value) const {
+    Sum first;
+    if constexpr (Scaled)
+      first = {static_cast<double>(edge_value), edge_shift(unit, feature)};
+    else
+      first = edge_value;
     Kokkos::parallel_scan(Kokkos::ThreadVectorRange(team, segments),
                           [&](int i, Sum& before, bool final) {
                             A& value = values[place(i) * stride];
@@ -68,33 +88,34 @@ struct ScanStates {
                             } else {
                               mine = value;
                             }
-                            if (final && kind != ScanKind::total) value = number(before);
+                            if (final && kind != ScanKind::total) value = number(first, before);
                             before += mine;
                             if (final && kind == ScanKind::total && i == segments - 1)
-                              values[0] = number(before);
+                              values[0] = number(first, before);
                           });
   }
 
   KOKKOS_FUNCTION void scan_shifts(const Member& team, std::int64_t unit, int feature) const {
+    const ShiftMaximum first{edge_shift(unit, feature)};
     Kokkos::parallel_scan(
         Kokkos::ThreadVectorRange(team, segments), [&](int i, ShiftMaximum& before, bool final) {
           const std::int64_t at = (unit * segments + place(i)) * features + feature;
-          if (final && kind != ScanKind::total) states.carried_shifts[at] = before.value;
+          if (final && kind != ScanKind::total) states.carried_shifts[at] = (first + before).value;
           before += ShiftMaximum{states.shifts[at]};
           if (final && kind == ScanKind::total && i == segments - 1)
-            states.carried_shifts[unit * segments * features + feature] = before.value;
+            states.carried_shifts[unit * segments * features + feature] = (first + before).value;
         });
   }
 
-  KOKKOS_FUNCTION static A number(const Sum& sum) {
+  KOKKOS_FUNCTION static A number(const Sum& first, const Sum& sum) {
     if constexpr (Scaled)
-      return static_cast<A>(sum.value);
+      return static_cast<A>((first + sum).value);
     else
-      return static_cast<A>(sum);
+      return static_cast<A>(first + sum);
   }
 };
 
-/// Largest exponent of the keys of each interval of chunks, for each feature (scaled maps).
+/// Largest exponent of the visible keys of each interval of chunks, for each feature (scaled maps).
 template <class ExecSpace, class T, class QueryMap, class KeyMap>
 struct FindShifts {
   using A = accumulator_t<T>;
@@ -103,19 +124,21 @@ struct FindShifts {
   Arguments<T, QueryMap, KeyMap> args;
 
   KOKKOS_FUNCTION void operator()(const Member& team) const {
-    const std::int64_t entries = args.shift_entries;
-    const std::int64_t unit = team.league_rank() / entries;
-    const std::int64_t entry = team.league_rank() % entries;
-    const std::int64_t interval = std::int64_t(args.plan.shift_interval) * args.plan.chunk;
-    const std::int64_t begin = entry * interval;
-    const std::int64_t end = begin + interval < args.nk ? begin + interval : args.nk;
-    int* table = args.shift_table + (unit * entries + entry) * args.features;
+    const std::int64_t unit = team.league_rank() / args.shift_entries;
+    const std::int64_t entry = team.league_rank() % args.shift_entries;
     const std::int64_t head = unit % args.kv_heads;
+    const Sequence sequence = Sequence::at(args, unit / args.kv_heads);
+    const Visibility visible = Visibility::of(args, sequence);
+    const std::int64_t begin = entry * args.shift_interval();
+    const std::int64_t end = begin + args.shift_interval() < sequence.nk ? begin + args.shift_interval()
+                                                                        : sequence.nk;
+    int* table = args.shift_table + team.league_rank() * args.features;
     const auto map = bind_map<A>(args.key_map, head);
-    const T* k = args.k.row(unit / args.kv_heads, head, begin);
+    const T* k = args.k.row(sequence.batch, head, sequence.k_begin);
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, args.features), [&](int d) {
       int largest = no_shift;
-      for (std::int64_t j = 0; j < end - begin; ++j) {
+      for (std::int64_t j = begin; j < end; ++j) {
+        if (!visible(j)) continue;
         const int e = map.exponent(
             static_cast<A>(k[j * args.k.row_stride + d * args.k.element_stride]));
         largest = e > largest ? e : largest;
@@ -125,40 +148,42 @@ struct FindShifts {
   }
 };
 
-/// Turns maxima of intervals into the maximum before each interval; the last entry, whose interval is
-/// empty, receives the maximum over all keys.
+/// Turns maxima of intervals into the maximum up to the end of each interval, the caller's initial
+/// shifts included.
 template <class ExecSpace>
 struct ScanShifts {
   using Member = typename Kokkos::TeamPolicy<ExecSpace>::member_type;
   int* table;
-  std::int64_t entries;
+  RowTensor<const int> initial;
+  std::int64_t entries, kv_heads;
   int features;
 
   KOKKOS_FUNCTION void operator()(const Member& team) const {
-    int* mine = table + team.league_rank() * entries * features;
+    const std::int64_t unit = team.league_rank();
+    int* mine = table + unit * entries * features;
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, features), [&](int d) {
+      const ShiftMaximum first{initial ? *initial.row(unit / kv_heads, unit % kv_heads, d) : no_shift};
       Kokkos::parallel_scan(Kokkos::ThreadVectorRange(team, static_cast<int>(entries)),
                             [&](int i, ShiftMaximum& before, bool final) {
                               int& entry = mine[std::int64_t(i) * features + d];
-                              const ShiftMaximum here{entry};
-                              if (final) entry = before.value;
-                              before += here;
+                              before += ShiftMaximum{entry};
+                              if (final) entry = (first + before).value;
                             });
     });
   }
 };
 
-/// gradient(h) = sum over batch and segments of the parts of head h, in that order.
+/// gradient(h) = sum over sequences and segments of the parts of head h, in that order.
 template <class ExecSpace>
 struct SumParameterParts {
-  const double* parts;  // (batch, kv_heads, segments, group)
+  const double* parts;  // (sequence, kv_heads, segments, group)
   double* gradient;
   std::int64_t gradient_stride;
-  std::int64_t batch, kv_heads, segments, group;
+  std::int64_t sequences, kv_heads, segments, group;
 
   KOKKOS_FUNCTION void operator()(std::int64_t head) const {
     double total = 0;
-    for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t b = 0; b < sequences; ++b)
       for (std::int64_t s = 0; s < segments; ++s)
         total += parts[((b * kv_heads + head / group) * segments + s) * group + head % group];
     gradient[head * gradient_stride] = total;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <linattn/kokkos_compat.hpp>
+#include <linattn/simd.hpp>
+#include <type_traits>
 
 /// \file team.hpp
 /// What a kernel body sees of the threads that run it together.
@@ -35,31 +37,85 @@ KOKKOS_FORCEINLINE_FUNCTION void for_each(const Team& team, int n, const Body& b
   for (int i = team.rank(); i < n; i += team.size()) body(i);
 }
 
-/// body(row, column) for every element of a rows x columns tile. For a fixed column the rows come in
+/// body(row)(column) for every element of a rows x columns tile where counts(row), otherwise(row)(column)
+/// elsewhere: both return what is to be done along the row. For a fixed column the rows come in
 /// increasing order, one after another, in one thread.
-template <class Team, class Body>
+template <class Team, class Counts, class Body, class Otherwise>
 KOKKOS_FORCEINLINE_FUNCTION void for_each_down(const Team& team, int rows, int columns,
-                                               const Body& body) {
+                                               const Counts& counts, const Body& body,
+                                               const Otherwise& otherwise) {
   if constexpr (Team::on_host) {
-    for (int row = 0; row < rows; ++row)
-      for (int column = 0; column < columns; ++column) body(row, column);
+    for (int row = 0; row < rows; ++row) {
+      if (counts(row)) {
+        const auto along = body(row);
+        LINATTN_INDEPENDENT
+        for (int column = 0; column < columns; ++column) along(column);
+      } else {
+        const auto along = otherwise(row);
+        for (int column = 0; column < columns; ++column) along(column);
+      }
+    }
   } else {
-    for (int column = team.rank(); column < columns; column += team.size())
-      for (int row = 0; row < rows; ++row) body(row, column);
+    for (int column = team.rank(); column < columns; column += team.size()) {
+      for (int row = 0; row < rows; ++row) {
+        if (counts(row))
+          body(row)(column);
+        else
+          otherwise(row)(column);
+      }
+    }
   }
 }
 
-/// body(row, column) for every element of a rows x columns tile, in any order; neighbouring threads
-/// take neighbouring columns.
+/// body(row)(column) for every element of a rows x columns tile, in any order: body(row) returns what is
+/// to be done along the row. Neighbouring threads take neighbouring columns.
 template <class Team, class Body>
-KOKKOS_FORCEINLINE_FUNCTION void for_each_element(const Team& team, int rows, int columns,
+KOKKOS_FORCEINLINE_FUNCTION void for_each_in_rows(const Team& team, int rows, int columns,
                                                   const Body& body) {
   if constexpr (Team::on_host) {
-    for (int row = 0; row < rows; ++row)
-      for (int column = 0; column < columns; ++column) body(row, column);
+    for (int row = 0; row < rows; ++row) {
+      const auto along = body(row);
+      LINATTN_INDEPENDENT
+      for (int column = 0; column < columns; ++column) along(column);
+    }
   } else {
-    for (int i = team.rank(); i < rows * columns; i += team.size()) body(i / columns, i % columns);
+    for (int i = team.rank(); i < rows * columns; i += team.size()) body(i / columns)(i % columns);
   }
+}
+
+/// As for_each_in_rows() in the rows where counts(row); zero(row) returns what clears an element elsewhere.
+template <class Team, class Counts, class Body, class Zero>
+KOKKOS_FORCEINLINE_FUNCTION void for_each_in_counted_rows(const Team& team, int rows, int columns,
+                                                          const Counts& counts, const Body& body,
+                                                          const Zero& zero) {
+  if constexpr (Team::on_host) {
+    for (int row = 0; row < rows; ++row) {
+      if (counts(row)) {
+        const auto along = body(row);
+        LINATTN_INDEPENDENT
+        for (int column = 0; column < columns; ++column) along(column);
+      } else {
+        const auto along = zero(row);
+        for (int column = 0; column < columns; ++column) along(column);
+      }
+    }
+  } else {
+    for (int i = team.rank(); i < rows * columns; i += team.size()) {
+      if (counts(i / columns))
+        body(i / columns)(i % columns);
+      else
+        zero(i / columns)(i % columns);
+    }
+  }
+}
+
+/// body(stride), on the host with a constant where the stride is 1, so that loops along a row vectorise.
+template <class Team, class Body>
+KOKKOS_FORCEINLINE_FUNCTION void with_stride(std::int64_t stride, const Body& body) {
+  if constexpr (Team::on_host) {
+    if (stride == 1) return body(std::integral_constant<int, 1>{});
+  }
+  body(stride);
 }
 
 }  // namespace LinAttn::detail

@@ -22,14 +22,14 @@ inline constexpr const char* schema_name = "linattn-1";
 
 /// How to read a file and what overrides it.
 struct ReadOptions {
-  ReadLimits limits;
+  ReadLimits limits{};
   /// Variant to use instead of the file's; empty: the file's. With another variant than the file's
   /// only `causal`, `normalise` and `scale` of /config are kept, and states and expected results,
   /// which belong to the file's variant, are left out.
-  std::string variant;
+  std::string variant{};
   /// Attributes of /config to use instead of the file's, by name. `alpha` or `beta` replaces
   /// `moments` and `moments` replaces both.
-  std::map<std::string, Value> config;
+  std::map<std::string, Value> config{};
 };
 
 /// The settings of /config with every default filled in.

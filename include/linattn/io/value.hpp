@@ -21,15 +21,7 @@ class Value {
 
   /// bool gives 0 or 1; unsigned values above the range of int64 are kept.
   template <std::integral T>
-  Value(T value) {  // NOLINT: implicit on purpose
-    if constexpr (std::is_unsigned_v<T> && sizeof(T) == 8) {
-      if (value > static_cast<T>(INT64_MAX)) {
-        m_value = static_cast<std::uint64_t>(value);
-        return;
-      }
-    }
-    m_value = static_cast<std::int64_t>(value);
-  }
+  Value(T value) : m_value(stored(value)) {}                      // NOLINT: implicit on purpose
   Value(double value) : m_value(value) {}                         // NOLINT: implicit on purpose
   Value(std::string value) : m_value(std::move(value)) {}         // NOLINT: implicit on purpose
   Value(std::string_view value) : m_value(std::string(value)) {}  // NOLINT: implicit on purpose
@@ -56,7 +48,16 @@ class Value {
   friend bool operator==(const Value&, const Value&) = default;
 
  private:
-  std::variant<std::int64_t, std::uint64_t, double, std::string> m_value = std::int64_t{0};
+  using Variant = std::variant<std::int64_t, std::uint64_t, double, std::string>;
+
+  template <std::integral T>
+  static Variant stored(T value) {
+    if constexpr (std::is_unsigned_v<T> && sizeof(T) == 8)
+      if (value > static_cast<T>(INT64_MAX)) return Variant(static_cast<std::uint64_t>(value));
+    return Variant(static_cast<std::int64_t>(value));
+  }
+
+  Variant m_value = std::int64_t{0};
 };
 
 }  // namespace LinAttn::io
