@@ -472,7 +472,13 @@ class TensorFileParser {
                              " in /inputs/q"));
       read_offsets("cu_seqlens_q", problem.nq, "Nq");
       read_offsets("cu_seqlens_k", problem.nk, "Nk");
-      m_result.m_members = static_cast<std::int64_t>(offsets("cu_seqlens_q").size()) - 1;
+      Problem& packed = m_result.m_problem;
+      packed.members = static_cast<std::int64_t>(offsets("cu_seqlens_q").size()) - 1;
+      for (const Member& member : sequences()) {
+        packed.longest_q = std::max(packed.longest_q, member.nq);
+        packed.longest_k = std::max(packed.longest_k, member.nk);
+      }
+      m_result.m_members = packed.members;
     }
     bind("M", m_result.m_members, offsets_q ? "/inputs/cu_seqlens_q" : "/inputs/q (members = B)");
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <linattn/io/array.hpp>
+#include <linattn/io/library.hpp>
 #include <linattn/io/reader.hpp>
 #include <linattn/io/tensor_file.hpp>
 #include <linattn/io/value.hpp>

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <linattn/io/tensor_file.hpp>
+#include <string>
+
+#include "compute.hpp"
+
+/// \file attention_file.hpp
+/// From a file in the layout to a job of the library.
+
+namespace LinAttn::app {
+
+/// Which parts of a file a command is about to use.
+enum class Use { forward, forward_and_backward, verify };
+
+/// Refuses what the layout allows and this version cannot compute: nothing in a file is ignored
+/// that would change the numbers. The only place that knows. \throws InvalidArgument naming file
+/// and dataset or attribute
+void require_supported(const io::TensorFile& file, Use use);
+
+/// The job that a supported file describes. Its arrays are the file's.
+/// \throws InvalidArgument if a cotangent or parameter is missing
+Job make_job(const io::TensorFile& file, bool with_gradients);
+
+/// Whether the parameter of that name was given once for all heads.
+bool is_given_once(const io::TensorFile& file, const std::string& parameter);
+
+/// Gradient of a parameter that was given once: the sum over the heads, a scalar.
+io::Array sum_over_heads(const io::Array& gradient);
+
+}  // namespace LinAttn::app

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "comparison.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "text.hpp"
+
+namespace LinAttn::app {
+namespace {
+
+std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::int64_t>& extents) {
+  std::vector<std::int64_t> index(extents.size());
+  for (std::size_t r = extents.size(); r-- > 0;) {
+    index[r] = element % extents[r];
+    element /= extents[r];
+  }
+  return index;
+}
+
+/// 0 for equal values, infinities and NaNs included; infinite if only one of them is finite.
+double difference(double expected, double found) {
+  if (expected == found || (std::isnan(expected) && std::isnan(found))) return 0;
+  if (!std::isfinite(expected) || !std::isfinite(found))
+    return std::numeric_limits<double>::infinity();
+  return std::abs(found - expected);
+}
+
+double epsilon(io::ElementType type) {
+  switch (type) {
+    case io::ElementType::f16:
+      return 0x1p-10;
+    case io::ElementType::f32:
+      return std::numeric_limits<float>::epsilon();
+    default:
+      return std::numeric_limits<double>::epsilon();
+  }
+}
+
+}  // namespace
+
+Comparison compare(const std::string& quantity, const io::Array& expected, const io::Array& found,
+                   double tolerance) {
+  if (expected.extents() != found.extents())
+    throw std::logic_error("compared extents " + io::to_string(expected.extents()) + " with " +
+                           io::to_string(found.extents()));
+  const std::vector<double> x = expected.as<double>(), y = found.as<double>();
+  double largest = 0, scale = 0;
+  std::size_t worst = 0;
+  for (std::size_t n = 0; n < x.size(); ++n) {
+    if (std::isfinite(x[n])) scale = std::max(scale, std::abs(x[n]));
+    const double here = difference(x[n], y[n]);
+    if (here > largest) {
+      largest = here;
+      worst = n;
+    }
+  }
+  Comparison result{.quantity = quantity, .tolerance = tolerance, .elements = expected.size()};
+  if (x.empty()) return result;
+  result.error = scale > 0 ? largest / scale : largest;
+  result.ok = result.error <= tolerance;
+  result.worst = index_of(static_cast<std::int64_t>(worst), expected.extents());
+  result.expected = x[worst];
+  result.found = y[worst];
+  return result;
+}
+
+double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::ElementType expected) {
+  const bool wide = scalar == Scalar::f64;
+  const double stored =
+      std::max(epsilon(expected), epsilon(wide ? io::ElementType::f64 : io::ElementType::f32));
+  return std::max(wide ? tolerances.f64 : tolerances.f32, 16 * stored);
+}
+
+std::string symbol(const std::string& quantity) {
+  return quantity == "o" ? quantity : "d" + quantity;
+}
+
+std::string worst_element(const Comparison& c) {
+  if (c.elements == 0) return "no elements";
+  const std::string index = index_text(c.worst);
+  return detail::message(index, index.empty() ? "" : " ", "expected ", exact(c.expected),
+                         ", found ", exact(c.found));
+}
+
+}  // namespace LinAttn::app

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <linattn/io/tensor_file.hpp>
+#include <string>
+#include <vector>
+
+#include "execution.hpp"
+
+/// \file comparison.hpp
+/// The layout's rule for "equal": max|found - expected| / max|expected|.
+
+namespace LinAttn::app {
+
+struct Comparison {
+  std::string quantity;  ///< o, q, k, v or a parameter's name
+  double error = 0;      ///< relative to the largest |expected|; absolute where all expected are 0
+  double tolerance = 0;
+  bool ok = true;
+  std::int64_t elements = 0;
+  std::vector<std::int64_t>
+      worst{};          ///< index of the worst element; empty for a scalar or no elements
+  double expected = 0;  ///< there
+  double found = 0;     ///< there
+};
+
+/// Compares two arrays of the same extents. A NaN or an infinity on one side that the other does
+/// not have at that element makes the error infinite. \throws std::logic_error if the extents
+/// differ
+Comparison compare(const std::string& quantity, const io::Array& expected, const io::Array& found,
+                   double tolerance);
+
+/// The relative tolerance of a file for one precision, and at least 16 epsilon of the type that
+/// stores the expected values or the found ones.
+double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::ElementType expected);
+
+/// "o", "dq", "dk", "dalpha": heading of a quantity in tables.
+std::string symbol(const std::string& quantity);
+
+/// "[0, 3, 5, 1] expected 0.25, found 0.5".
+std::string worst_element(const Comparison& comparison);
+
+}  // namespace LinAttn::app

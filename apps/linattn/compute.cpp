@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "compute.hpp"
+
+#include <Kokkos_Core.hpp>
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <limits>
+#include <linattn/attention.hpp>
+#include <linattn/io/views.hpp>
+#include <linattn/variants.hpp>
+
+namespace LinAttn::app {
+namespace {
+
+/// The variant with its parameters, which its aggregate lists queries first.
+template <class V>
+V make_variant(Parameter query, Parameter key) {
+  if constexpr (V::query_parameter != nullptr && V::key_parameter != nullptr)
+    return V{query, key};
+  else if constexpr (V::query_parameter != nullptr)
+    return V{query};
+  else if constexpr (V::key_parameter != nullptr)
+    return V{key};
+  else
+    return V{};
+}
+
+template <class View, class... Extents>
+View allocate(const char* name, Extents... extents) {
+  try {
+    return View(
+        Kokkos::view_alloc(std::string("LinAttn::app::") + name, Kokkos::WithoutInitializing),
+        static_cast<std::size_t>(extents)...);
+  } catch (const std::exception&) {
+    const std::size_t size =
+        (sizeof(typename View::value_type) * ... * static_cast<std::size_t>(extents));
+    throw EnvironmentFailure(detail::message("not enough memory: cannot allocate ", size,
+                                             " bytes for ", name, " in ",
+                                             View::memory_space::name(), " memory"));
+  }
+}
+
+/// Everything of a job that depends on space and precision but not on the variant.
+template <class ExecSpace, class T>
+struct Buffers {
+  using Memory = typename ExecSpace::memory_space;
+  using Tensor = Kokkos::View<T****, Kokkos::LayoutRight, Memory>;
+  using Rows = Kokkos::View<accumulator_t<T>***, Kokkos::LayoutRight, Memory>;
+  using PerHead = Kokkos::View<double*, Memory>;
+
+  Tensor q, k, v, o, d_o, d_q, d_k, d_v;
+  Rows denominator;
+  PerHead query_parameter, key_parameter, d_query_parameter, d_key_parameter;
+
+  Buffers(const ExecSpace& exec, const Job& job) {
+    const Problem& p = job.problem;
+    q = input(exec, "q", *job.q);
+    k = input(exec, "k", *job.k);
+    v = input(exec, "v", *job.v);
+    query_parameter = parameter(exec, "query parameter", job.query_parameter);
+    key_parameter = parameter(exec, "key parameter", job.key_parameter);
+    o = output<Tensor>(exec, "o", p.batch, p.heads, p.nq, p.dv);
+    if (job.d_o == nullptr) return;
+    d_o = input(exec, "cotangent of o", *job.d_o);
+    denominator = output<Rows>(exec, "denominators", p.batch, p.heads, p.nq);
+    d_q = output<Tensor>(exec, "gradient of q", p.batch, p.heads, p.nq, p.d);
+    d_k = output<Tensor>(exec, "gradient of k", p.batch, p.kv_heads, p.nk, p.d);
+    d_v = output<Tensor>(exec, "gradient of v", p.batch, p.kv_heads, p.nk, p.dv);
+    d_query_parameter =
+        output<PerHead>(exec, "gradient of the query parameter", job.query_parameter.size());
+    d_key_parameter =
+        output<PerHead>(exec, "gradient of the key parameter", job.key_parameter.size());
+  }
+
+  Results results(const ExecSpace& exec, const Job& job, const VariantInfo& info) const {
+    Results results{io::to_array(exec, o), {}};
+    if (job.d_o == nullptr) return results;
+    auto& gradients = results.gradients;
+    gradients.push_back({"q", io::to_array(exec, d_q)});
+    gradients.push_back({"k", io::to_array(exec, d_k)});
+    gradients.push_back({"v", io::to_array(exec, d_v)});
+    if (!info.query_parameter.empty())
+      gradients.push_back({info.query_parameter, io::to_array(exec, d_query_parameter)});
+    if (!info.key_parameter.empty())
+      gradients.push_back({info.key_parameter, io::to_array(exec, d_key_parameter)});
+    return results;
+  }
+
+ private:
+  static Tensor input(const ExecSpace& exec, const char* name, const io::Array& array) {
+    const auto view =
+        allocate<Tensor>(name, array.extent(0), array.extent(1), array.extent(2), array.extent(3));
+    io::copy_into(exec, array, view);
+    return view;
+  }
+
+  static PerHead parameter(const ExecSpace& exec, const char* name,
+                           const std::vector<double>& values) {
+    const auto view = allocate<PerHead>(name, values.size());
+    io::copy_into(exec, io::Array(values, {static_cast<std::int64_t>(values.size())}), view);
+    return view;
+  }
+
+  /// Filled with NaN, so that an element which no kernel writes is seen.
+  template <class View, class... Extents>
+  static View output(const ExecSpace& exec, const char* name, Extents... extents) {
+    const auto view = allocate<View>(name, extents...);
+    using Value = typename View::value_type;
+    Kokkos::deep_copy(exec, view, std::numeric_limits<Value>::quiet_NaN());
+    return view;
+  }
+};
+
+template <class ExecSpace, class Pass>
+void run_pass(const ExecSpace& exec, int repeat, PassReport& report, const Pass& pass) {
+  using Clock = std::chrono::steady_clock;
+  pass();
+  detail::fence(exec, "LinAttn::app::first_run");
+  for (int run = 0; run < repeat; ++run) {
+    const auto start = Clock::now();
+    pass();
+    detail::fence(exec, "LinAttn::app::timed_run");
+    report.seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+  }
+}
+
+template <class T, class ExecSpace, class V>
+Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& execution) {
+  const Buffers<ExecSpace, T> buffers(exec, job);
+  const V variant = make_variant<V>(buffers.query_parameter, buffers.key_parameter);
+  const Options options{.causal = job.causal,
+                        .normalise = job.normalise,
+                        .scale = job.scale,
+                        .chunk = execution.chunk,
+                        .segments = execution.segments};
+  Outcome outcome;
+  const auto prepare = [&](Pass pass) {
+    return PassReport{plan<T>(exec, variant, job.problem, pass, options),
+                      workspace_size<T>(exec, variant, job.problem, pass, options),
+                      {}};
+  };
+  outcome.forward = prepare(Pass::forward);
+  std::size_t arena_bytes = outcome.forward.workspace_bytes;
+  if (job.d_o != nullptr) {
+    outcome.backward = prepare(Pass::backward);
+    outcome.saved_bytes = Saved<ExecSpace, T>::bytes(job.problem);
+    arena_bytes = std::max(arena_bytes, outcome.backward->workspace_bytes);
+  }
+  using Arena = Kokkos::View<unsigned char*, typename ExecSpace::memory_space>;
+  const auto arena = allocate<Arena>("workspace", arena_bytes);
+  Kokkos::deep_copy(exec, arena, static_cast<unsigned char>(0xff));  // NaN, whatever the type
+
+  const Inputs<ExecSpace, T> inputs{.q = buffers.q, .k = buffers.k, .v = buffers.v};
+  Saved<ExecSpace, T> saved{.o = buffers.o};
+  if (job.d_o != nullptr) saved.denominator = buffers.denominator;
+  run_pass(exec, execution.repeat, outcome.forward,
+           [&] { forward<T>(exec, variant, inputs, saved, arena, options); });
+  if (job.d_o != nullptr) {
+    Gradients<ExecSpace, T> gradients{.q = buffers.d_q, .k = buffers.d_k, .v = buffers.d_v};
+    if constexpr (V::query_parameter != nullptr)
+      gradients.query_parameter = buffers.d_query_parameter;
+    if constexpr (V::key_parameter != nullptr) gradients.key_parameter = buffers.d_key_parameter;
+    run_pass(exec, execution.repeat, *outcome.backward, [&] {
+      backward<T>(exec, variant, inputs, saved, buffers.d_o, gradients, arena, options);
+    });
+  }
+  outcome.results = buffers.results(exec, job, variant_info(job.variant));
+  return outcome;
+}
+
+template <class ExecSpace>
+Outcome compute_in(const Job& job, const Execution& execution) {
+  const ExecSpace exec{};
+  Outcome outcome;
+  with_variant(job.variant, [&]<class V>(std::type_identity<V>) {
+    outcome = execution.scalar == Scalar::f64
+                  ? compute_variant<double, ExecSpace, V>(exec, job, execution)
+                  : compute_variant<float, ExecSpace, V>(exec, job, execution);
+  });
+  return outcome;
+}
+
+}  // namespace
+
+const std::vector<VariantInfo>& variants() {
+  static const std::vector<VariantInfo> list = [] {
+    const auto text = [](const char* name) { return std::string(name == nullptr ? "" : name); };
+    std::vector<VariantInfo> infos;
+    for_each_variant([&]<class V>(std::type_identity<V>) {
+      infos.push_back(
+          {V::name, V::normalise_by_default, text(V::query_parameter), text(V::key_parameter)});
+    });
+    return infos;
+  }();
+  return list;
+}
+
+std::string variant_names() { return LinAttn::variant_names(); }
+
+const VariantInfo& variant_info(std::string_view name) {
+  for (const VariantInfo& info : variants())
+    if (info.name == name) return info;
+  throw InvalidArgument(detail::message("expected a variant of this version (", variant_names(),
+                                        "), found '", name, "'"));
+}
+
+std::vector<std::string> parameter_names() {
+  std::vector<std::string> names;
+  for (const VariantInfo& info : variants())
+    for (const std::string& name : {info.query_parameter, info.key_parameter})
+      if (!name.empty() && std::find(names.begin(), names.end(), name) == names.end())
+        names.push_back(name);
+  return names;
+}
+
+double PassReport::median() const {
+  std::vector<double> sorted = seconds;
+  std::sort(sorted.begin(), sorted.end());
+  const std::size_t n = sorted.size();
+  if (n == 0) return 0;
+  return n % 2 == 1 ? sorted[n / 2] : (sorted[n / 2 - 1] + sorted[n / 2]) / 2;
+}
+
+Outcome compute(const Job& job, const Execution& execution) {
+  switch (execution.space) {
+    case Space::serial:
+#if defined(KOKKOS_ENABLE_SERIAL)
+      return compute_in<Kokkos::Serial>(job, execution);
+#else
+      break;
+#endif
+    case Space::openmp:
+#if defined(KOKKOS_ENABLE_OPENMP)
+      return compute_in<Kokkos::OpenMP>(job, execution);
+#else
+      break;
+#endif
+    case Space::cuda:
+#if defined(KOKKOS_ENABLE_CUDA)
+      return compute_in<Kokkos::Cuda>(job, execution);
+#else
+      break;
+#endif
+  }
+  throw std::logic_error("an execution space that is not enabled was asked for");
+}
+
+}  // namespace LinAttn::app

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iostream>
+#include <limits>
+#include <linattn/io/writer.hpp>
+#include <linattn/version.hpp>
+#include <memory>
+
+#include "attention_file.hpp"
+#include "commands.hpp"
+#include "compute.hpp"
+#include "json_output.hpp"
+#include "options.hpp"
+#include "oracle.hpp"
+#include "progress.hpp"
+#include "random.hpp"
+#include "text.hpp"
+
+namespace LinAttn::app {
+namespace {
+
+constexpr std::int64_t largest_extent = std::int64_t{1} << 40;
+
+struct GenerateOptions {
+  std::string output;
+  Problem problem{.batch = 1, .heads = 1, .kv_heads = -1, .nq = -1, .nk = -1, .d = -1, .dv = -1};
+  std::uint64_t seed = 0;
+  std::string variant;
+  ConfigOptions config;
+  std::string distribution = "normal";
+  double sigma = 1;
+  std::string dtype = "f64";
+  bool no_expected = false;
+  std::string json;
+};
+
+enum class Distribution { normal, uniform, constant };
+
+/// \throws InvalidArgument for a name that there is not
+Distribution distribution_from_name(const std::string& name) {
+  if (name == "normal") return Distribution::normal;
+  if (name == "uniform") return Distribution::uniform;
+  if (name == "constant") return Distribution::constant;
+  throw InvalidArgument("expected normal, uniform or constant, found '" + name + "'");
+}
+
+/// The tensors of a file, each a stream of random numbers of its own.
+struct Tensors {
+  io::Array q, k, v, d_o;
+};
+
+io::Array draw(const GenerateOptions& options, Distribution distribution, double sigma,
+               std::uint64_t stream, std::vector<std::int64_t> extents) {
+  const CounterRandom random(options.seed, stream);
+  const auto element = [&](std::uint64_t index) {
+    if (distribution == Distribution::normal) return sigma * random.normal(index);
+    if (distribution == Distribution::uniform)
+      return sigma * (std::sqrt(3.0) * (2 * random.uniform(index) - 1));
+    return sigma;
+  };
+  const auto fill = [&](auto values) {
+    using Value = typename decltype(values)::value_type;
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<Value>(element(i));
+  };
+  if (scalar_from_name(options.dtype) == Scalar::f64) {
+    io::Array array(io::ElementType::f64, std::move(extents));
+    fill(array.values<double>());
+    return array;
+  }
+  io::Array array(io::ElementType::f32, std::move(extents));
+  fill(array.values<float>());
+  return array;
+}
+
+Tensors draw_tensors(const GenerateOptions& options) {
+  const Problem& p = options.problem;
+  const Distribution inputs = distribution_from_name(options.distribution);
+  const double sigma = options.sigma;
+  return {draw(options, inputs, sigma, 0, {p.batch, p.heads, p.nq, p.d}),
+          draw(options, inputs, sigma, 1, {p.batch, p.kv_heads, p.nk, p.d}),
+          draw(options, inputs, sigma, 2, {p.batch, p.kv_heads, p.nk, p.dv}),
+          draw(options, Distribution::normal, 1, 3, {p.batch, p.heads, p.nq, p.dv})};
+}
+
+void require_memory(const Problem& p) {
+  const auto extent = [](std::int64_t n) { return static_cast<double>(n); };
+  const double elements =
+      extent(p.batch) * (extent(p.heads) * extent(p.nq) * extent(p.d + p.dv) +
+                         extent(p.kv_heads) * extent(p.nk) * extent(p.d + p.dv));
+  const double needed = 8 * elements;
+  const double available =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
+  if (needed > available)
+    throw InvalidArgument(detail::message("expected extents that need at most the ",
+                                          number(available, 4), " bytes of memory here, found ",
+                                          p.to_string(), ", which need ", number(needed, 4)));
+}
+
+/// Attributes of /config: what was given, and 1 for a parameter of the variant that was not.
+std::map<std::string, io::Value> config_values(const GenerateOptions& options) {
+  std::map<std::string, io::Value> values = options.config.values();
+  std::vector<std::string> own;
+  if (!options.variant.empty()) {
+    const VariantInfo& info = variant_info(options.variant);
+    for (const std::string& name : {info.query_parameter, info.key_parameter})
+      if (!name.empty()) own.push_back(name);
+  }
+  for (const auto& [name, value] : options.config.parameters) {
+    const bool is_own = std::find(own.begin(), own.end(), name) != own.end();
+    if (value && !is_own)
+      throw InvalidArgument(detail::message("--", name,
+                                            ": expected a variant that has this parameter, found ",
+                                            options.variant.empty() ? "none" : options.variant));
+    if (!value && is_own) values[name] = 1.0;
+  }
+  return values;
+}
+
+Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value>& config,
+           const Tensors& tensors) {
+  const VariantInfo& info = variant_info(options.variant);
+  const auto per_head = [&](const std::string& name, std::int64_t heads) {
+    return name.empty()
+               ? std::vector<double>()
+               : std::vector<double>(static_cast<std::size_t>(heads), config.at(name).as_double());
+  };
+  Job job;
+  job.variant = options.variant;
+  job.problem = options.problem;
+  job.causal = options.config.causal;
+  job.normalise =
+      config.contains("normalise") ? options.config.normalise : info.normalise_by_default;
+  job.scale = options.config.scale.value_or(1.0);
+  job.query_parameter = per_head(info.query_parameter, job.problem.heads);
+  job.key_parameter = per_head(info.key_parameter, job.problem.kv_heads);
+  job.q = &tensors.q;
+  job.k = &tensors.k;
+  job.v = &tensors.v;
+  job.d_o = &tensors.d_o;
+  return job;
+}
+
+/// Extents, a known variant and a bearable reference, before anything is drawn.
+void check_request(const GenerateOptions& options) {
+  options.problem.validate(options.config.causal);
+  require_memory(options.problem);
+  if (options.variant.empty() || options.no_expected) return;
+  const std::string obstacle = reference_obstacle(options.variant, options.problem);
+  if (!obstacle.empty())
+    throw InvalidArgument("--variant: " + obstacle + "; --no-expected writes inputs only");
+}
+
+void write_expected(const GenerateOptions& options, const Results& expected, io::Writer& writer) {
+  writer.write("/expected/o", expected.o);
+  const VariantInfo& info = variant_info(options.variant);
+  for (const NamedArray& gradient : expected.gradients) {
+    io::Array array = gradient.array;
+    if (gradient.name == info.query_parameter || gradient.name == info.key_parameter)
+      array = sum_over_heads(array);
+    writer.write("/expected_grad/" + gradient.name, array);
+  }
+}
+
+ExitStatus generate(const GenerateOptions& given) {
+  GenerateOptions options = given;
+  Problem& p = options.problem;
+  if (p.kv_heads < 0) p.kv_heads = p.heads;
+  if (p.nk < 0) p.nk = p.nq;
+  if (p.dv < 0) p.dv = p.d;
+  const std::map<std::string, io::Value> config = config_values(options);
+  check_request(options);
+  const JsonOutput json(options.json, {options.output});
+
+  io::Writer writer(options.output);
+  writer.attribute("/", "producer", "linattn generate " LINATTN_VERSION);
+  writer.attribute("/", "seed", options.seed);
+  writer.attribute("/", "sigma", options.sigma);
+  writer.attribute("/", "dist", options.distribution);
+  if (!options.variant.empty()) writer.attribute("/", "variant", options.variant);
+  writer.group("/config");
+  for (const auto& [name, value] : config) writer.attribute("/config", name, value);
+
+  const Progress progress;
+  progress.show("drawing");
+  const Tensors tensors = draw_tensors(options);
+  writer.write("/inputs/q", tensors.q);
+  writer.write("/inputs/k", tensors.k);
+  writer.write("/inputs/v", tensors.v);
+  writer.write("/cotangent/o", tensors.d_o);
+  const bool with_expected = !options.variant.empty() && !options.no_expected;
+  if (with_expected) {
+    progress.show("computing the dense reference");
+    write_expected(options, compute_reference(job_of(options, config, tensors)), writer);
+  }
+  writer.commit();
+  progress.show("");
+
+  if (!json.is_stdout())
+    std::cout << options.output << ": " << p.to_string()
+              << (options.variant.empty() ? "" : ", " + options.variant)
+              << (with_expected ? ", with expected output and gradients" : ", inputs only") << '\n';
+  Json document = json_document("generate");
+  document["output"] = options.output;
+  document["problem"] = to_json(p);
+  document["seed"] = options.seed;
+  document["variant"] = options.variant.empty() ? Json() : Json(options.variant);
+  document["expected"] = with_expected;
+  json.write(document);
+  return ExitStatus::done;
+}
+
+}  // namespace
+
+void add_generate(CLI::App& app, Action& action) {
+  auto options = std::make_shared<GenerateOptions>();
+  CLI::App* const command = app.add_subcommand(
+      "generate",
+      "Writes random inputs and, for a variant, what the dense float64 reference expects.");
+  command->add_option("OUT.h5", options->output, "The file, in place of one of that name")
+      ->required();
+  Problem& p = options->problem;
+  const auto extent = [&](const char* name, std::int64_t& value, const char* text) {
+    return command->add_option(name, value, text)
+        ->type_name("COUNT")
+        ->check(integer_between(0, largest_extent));
+  };
+  extent("--batch", p.batch, "Sequences (default 1)");
+  extent("--heads", p.heads, "Query heads (default 1)");
+  extent("--kv-heads", p.kv_heads, "Key/value heads (default: as --heads)");
+  extent("--nq", p.nq, "Queries")->required();
+  extent("--nk", p.nk, "Keys (default: as --nq)");
+  extent("--d", p.d, "Features of a query or key")->required();
+  extent("--dv", p.dv, "Features of a value (default: as --d)");
+  command
+      ->add_option("--seed", options->seed,
+                   "Every number depends on it, its tensor and its index only")
+      ->capture_default_str()
+      ->type_name("COUNT")
+      ->check(integer_between(0, std::numeric_limits<std::int64_t>::max()));
+  command->add_option("--variant", options->variant, "One of " + variant_names())
+      ->type_name("NAME")
+      ->check(accepted_by([](const std::string& name) { variant_info(name); }));
+  options->config.add_to(*command);
+  command
+      ->add_option("--dist", options->distribution,
+                   "Distribution of q, k, v: normal, uniform (both with mean 0), constant")
+      ->capture_default_str()
+      ->type_name("NAME")
+      ->check(accepted_by([](const std::string& name) { distribution_from_name(name); }));
+  command
+      ->add_option("--sigma", options->sigma,
+                   "Standard deviation of q, k, v; the value of each element if constant")
+      ->capture_default_str()
+      ->type_name("NUMBER")
+      ->check(finite_number());
+  command->add_option("--dtype", options->dtype, "Type of the inputs: f64, f32")
+      ->capture_default_str()
+      ->type_name("TYPE")
+      ->check(accepted_by([](const std::string& name) { scalar_from_name(name); }));
+  command->add_flag("--no-expected", options->no_expected,
+                    "Leave out /expected and /expected_grad (always float64 otherwise)");
+  add_json_option(*command, options->json);
+  command->callback([options, &action] { action = [options] { return generate(*options); }; });
+}
+
+}  // namespace LinAttn::app

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "compute.hpp"
+
+/// \file oracle.hpp
+/// The dense fp64 reference for a job, and how much of it is bearable.
+
+namespace LinAttn::app {
+
+/// B H Nq Nk (D + Dv): what the dense reference multiplies.
+double reference_work(const Problem& problem) noexcept;
+
+/// Work beyond which the dense reference is refused: one or two minutes of one core.
+inline constexpr double largest_reference_work = 4e9;
+
+/// Why the reference cannot be had for this problem; empty if it can.
+std::string reference_obstacle(const std::string& variant, const Problem& problem);
+
+/// Results of the dense reference in float64, in the order of compute().
+/// \throws InvalidArgument if there is an obstacle
+Results compute_reference(const Job& job);
+
+}  // namespace LinAttn::app

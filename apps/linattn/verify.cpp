@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <algorithm>
+#include <iostream>
+#include <memory>
+
+#include "attention_file.hpp"
+#include "commands.hpp"
+#include "comparison.hpp"
+#include "compute.hpp"
+#include "json_output.hpp"
+#include "options.hpp"
+#include "progress.hpp"
+#include "text.hpp"
+
+namespace LinAttn::app {
+namespace {
+
+constexpr const char* program = "linattn verify";
+
+struct VerifyOptions {
+  std::vector<std::string> files;
+  ExecutionOptions execution;
+  bool brief = false;
+  std::string json;
+};
+
+/// One comparison of a file, and where it was computed.
+struct Row {
+  Space space;
+  Scalar scalar;
+  std::string dataset;
+  Comparison comparison;
+
+  /// How much of the tolerance was used; above 1 (or not a number) is a failure.
+  double share() const { return comparison.error / comparison.tolerance; }
+};
+
+std::vector<Execution> executions(const ExecutionOptions& given) {
+  std::vector<Space> spaces = enabled_spaces();
+  if (!given.space.empty()) spaces = {space_from_name(given.space)};
+  std::vector<Scalar> scalars{Scalar::f64, Scalar::f32};
+  if (!given.dtype.empty()) scalars = {scalar_from_name(given.dtype)};
+  std::vector<Execution> all;
+  for (const Space space : spaces)
+    for (const Scalar scalar : scalars)
+      all.push_back(
+          {.space = space, .scalar = scalar, .chunk = given.chunk, .segments = given.segments});
+  return all;
+}
+
+/// A gradient of one value per head in the form of the expected one, which may be the sum.
+io::Array in_form_of(const io::Array& expected, const io::Array& found) {
+  if (expected.extents() == found.extents()) return found;
+  return io::Array(sum_over_heads(found).as<double>(), expected.extents());
+}
+
+void compare_results(const io::TensorFile& file, const Results& results, const Execution& execution,
+                     std::vector<Row>& rows) {
+  const auto add = [&](const char* group, const NamedArray& found,
+                       const io::Tolerances& tolerances) {
+    const std::string dataset = detail::message(group, "/", found.name);
+    const io::Array* expected = file.find(dataset);
+    if (expected == nullptr) return;
+    rows.push_back({execution.space, execution.scalar, dataset,
+                    compare(found.name, *expected, in_form_of(*expected, found.array),
+                            tolerance_for(tolerances, execution.scalar, expected->type()))});
+  };
+  add("/expected", {"o", results.o}, file.expected_tolerances());
+  for (const NamedArray& gradient : results.gradients)
+    add("/expected_grad", gradient, file.gradient_tolerances());
+}
+
+/// \throws InvalidArgument if the file holds nothing that could be verified, or more than can be
+std::vector<Row> verify_file(const io::TensorFile& file, const VerifyOptions& options) {
+  require_supported(file, Use::verify);
+  const bool gradients = !file.names("/expected_grad").empty();
+  if (!gradients && !file.has("/expected/o"))
+    throw InvalidArgument(file.file().string() +
+                          ": /expected/o: expected a dataset to verify against, found nothing");
+  const Job job = make_job(file, gradients);
+  std::vector<Row> rows;
+  for (const Execution& execution : executions(options.execution)) {
+    try {
+      compare_results(file, compute(job, execution).results, execution, rows);
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument(file.file().string() + ": " + error.what());
+    }
+  }
+  return rows;
+}
+
+class Table {
+ public:
+  Table(const VerifyOptions& options) : m_brief(options.brief) {
+    for (const std::string& file : options.files)
+      m_file_width = std::max(m_file_width, file.size() + 2);
+    for (const VariantInfo& info : variants())
+      m_variant_width = std::max(m_variant_width, info.name.size() + 2);
+  }
+
+  void head() const {
+    line("file", "variant", "space", "dtype", "quantity", "error", "tolerance", "");
+  }
+
+  /// In brief, of the rows of a file only those that failed and the one nearest to its tolerance.
+  void add(const std::string& file, const std::string& variant,
+           const std::vector<Row>& rows) const {
+    const auto nearest = std::max_element(
+        rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.share() < b.share(); });
+    for (auto row = rows.begin(); row != rows.end(); ++row) {
+      const Comparison& c = row->comparison;
+      if (m_brief && c.ok && row != nearest) continue;
+      line(file, variant, to_string(row->space), to_string(row->scalar), symbol(c.quantity),
+           number(c.error, 3), number(c.tolerance, 3), c.ok ? "ok" : "FAIL");
+      if (!c.ok) std::cout << "    worst element: " << row->dataset << worst_of(c) << '\n';
+    }
+    std::cout.flush();
+  }
+
+  static std::string worst_of(const Comparison& c) {
+    return (c.worst.empty() ? " " : "") + worst_element(c);
+  }
+
+ private:
+  void line(const std::string& file, const std::string& variant, std::string_view space,
+            std::string_view scalar, const std::string& quantity, const std::string& error,
+            const std::string& tolerance, const char* verdict) const {
+    std::cout << padded(file, m_file_width) << padded(variant, m_variant_width) << padded(space, 8)
+              << padded(scalar, 7) << padded(quantity, 10) << padded(error, 11)
+              << padded(tolerance, 11) << verdict << '\n';
+  }
+
+  bool m_brief;
+  std::size_t m_file_width = 6;
+  std::size_t m_variant_width = 9;
+};
+
+/// What became of all files.
+struct Tally {
+  std::size_t comparisons = 0;
+  std::size_t failed = 0;
+  std::size_t unusable = 0;
+  std::string worst_file;
+  Row worst{};
+
+  void add(const std::string& file, const std::vector<Row>& rows) {
+    for (const Row& row : rows) {
+      ++comparisons;
+      if (row.comparison.ok) continue;
+      if (failed++ == 0 || row.share() > worst.share()) {
+        worst_file = file;
+        worst = row;
+      }
+    }
+  }
+
+  ExitStatus status() const {
+    if (unusable > 0) return ExitStatus::refused;
+    return failed > 0 ? ExitStatus::verification_failed : ExitStatus::done;
+  }
+};
+
+Json row_json(const Row& row) {
+  Json json{
+      {"space", to_string(row.space)}, {"dtype", to_string(row.scalar)}, {"dataset", row.dataset}};
+  json.update(to_json(row.comparison));
+  return json;
+}
+
+ExitStatus verify(const VerifyOptions& options) {
+  const JsonOutput json(options.json, options.files);
+  const bool printing = !json.is_stdout();
+  Json document = json_document("verify");
+  document["files"] = Json::array();
+  Tally tally;
+
+  const Runtime runtime;
+  const Progress progress;
+  const Table table(options);
+  const auto set_aside = [&](Json& entry, const std::string& reason) {
+    progress.show("");
+    complain(program, reason);
+    entry["error"] = reason;
+    ++tally.unusable;
+  };
+  if (printing) table.head();
+  for (const std::string& name : options.files) {
+    Json entry{{"file", name}};
+    progress.show(name);
+    try {
+      const io::TensorFile file = io::TensorFile::read(name);
+      const std::vector<Row> rows = verify_file(file, options);
+      progress.show("");
+      if (printing) table.add(name, file.variant(), rows);
+      tally.add(name, rows);
+      entry["variant"] = file.variant();
+      entry["problem"] = to_json(file.problem());
+      entry["causal"] = file.causal();
+      entry["comparisons"] = Json::array();
+      for (const Row& row : rows) entry["comparisons"].push_back(row_json(row));
+    } catch (const InvalidArgument& error) {
+      set_aside(entry, error.what());
+    } catch (const EnvironmentFailure& error) {
+      set_aside(entry, error.what());
+    }
+    document["files"].push_back(entry);
+  }
+
+  document["comparisons"] = tally.comparisons;
+  document["failed"] = tally.failed;
+  document["unusable_files"] = tally.unusable;
+  if (printing)
+    std::cout << options.files.size() << " files, " << tally.comparisons << " comparisons, "
+              << tally.failed << " failed, " << tally.unusable << " files could not be used\n";
+  json.write(document);
+  if (tally.failed > 0) {
+    const Row& worst = tally.worst;
+    complain(program,
+             detail::message(tally.failed, " of ", tally.comparisons,
+                             " comparisons failed; worst: ", tally.worst_file, ": ", worst.dataset,
+                             Table::worst_of(worst.comparison), " (", to_string(worst.space), ", ",
+                             to_string(worst.scalar), ", error ", number(worst.comparison.error, 3),
+                             ", tolerance ", number(worst.comparison.tolerance, 3), ")"));
+  }
+  return tally.status();
+}
+
+}  // namespace
+
+void add_verify(CLI::App& app, Action& action) {
+  auto options = std::make_shared<VerifyOptions>();
+  CLI::App* const command = app.add_subcommand(
+      "verify",
+      "Compares output and gradients with those that files expect, on every execution space and in "
+      "every precision.");
+  command->add_option("FILE.h5", options->files, "Files with /expected or /expected_grad")
+      ->required();
+  options->execution.add_to(*command, "all", "all");
+  command->add_flag(
+      "--brief", options->brief,
+      "Show of each file only what failed and the comparison nearest to its tolerance");
+  add_json_option(*command, options->json);
+  command->callback([options, &action] { action = [options] { return verify(*options); }; });
+}
+
+}  // namespace LinAttn::app

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "support/files.hpp"
+#include "support/program.hpp"
+
+namespace LinAttn::test_app {
+namespace {
+
+using Strings = std::vector<std::string>;
+
+class Refusals : public ProgramTest {
+ protected:
+  /// Neither run nor verify nor anything half-written comes of it.
+  void expect_refused(const Contents& contents, const Strings& words, const Strings& options = {}) {
+    contents.write(file("in.h5"));
+    Arguments arguments{"run", file("in.h5"), file("out.h5")};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    Strings all = words;
+    all.push_back(file("in.h5"));
+    EXPECT_TRUE(complained(run(arguments), 2, all));
+    EXPECT_EQ(files(), Strings{"in.h5"});
+  }
+};
+
+/// data/bad has a file for each defect and says which message it deserves.
+TEST_F(Refusals, DamagedFiles) {
+  std::istringstream manifest(read_file(data("bad/manifest.tsv")));
+  std::string line;
+  std::getline(manifest, line);
+  int count = 0;
+  while (std::getline(manifest, line)) {
+    std::istringstream fields(line);
+    std::string name, command, status, word;
+    std::getline(fields, name, '\t');
+    std::getline(fields, command, '\t');
+    std::getline(fields, status, '\t');
+    std::getline(fields, word, '\t');
+    const std::string input = data("bad/" + name);
+    const Arguments arguments = command == "run"
+                                    ? Arguments{"run", input, file("out.h5"), "--backward"}
+                                    : Arguments{"verify", input};
+    EXPECT_TRUE(complained(run(arguments), std::stoi(status), {name, word})) << line;
+    EXPECT_EQ(files(), Strings{}) << line;
+    ++count;
+  }
+  EXPECT_GT(count, 30);
+}
+
+TEST_F(Refusals, NoFileOrNotAFile) {
+  for (const std::string& input : {file("absent.h5"), file(""), std::string("/dev/null")})
+    for (const char* command : {"run", "verify"}) {
+      Arguments arguments{command, input};
+      if (arguments[0] == "run") arguments.push_back(file("out.h5"));
+      EXPECT_TRUE(complained(run(arguments), 2, {input})) << input;
+    }
+  EXPECT_EQ(files(), Strings{});
+}
+
+TEST_F(Refusals, UnwritableOutput) {
+  small_input().write(file("in.h5"));
+  std::ofstream(file("plain")) << "text";
+  std::filesystem::create_directory(file("folder"));
+  const Strings before = files();
+  EXPECT_TRUE(complained(run({"run", file("in.h5"), file("in.h5")}), 2, {file("in.h5")}));
+  for (const std::string& output :
+       {file("plain/out.h5"), file("folder"), file("absent/out.h5"), std::string("/dev/full")}) {
+    EXPECT_TRUE(complained(run({"run", file("in.h5"), output}), 2, {output})) << output;
+    EXPECT_TRUE(complained(run({"generate", output, "--nq", "3", "--d", "2"}), 2, {output}))
+        << output;
+    EXPECT_TRUE(complained(run({"info", "--json", output}), 2, {"--json", "cannot be written"}))
+        << output;
+    EXPECT_EQ(files(), before) << output;
+  }
+  EXPECT_EQ(read_file(file("plain")), "text");
+}
+
+TEST_F(Refusals, JsonIsAFileOfItsOwn) {
+  small_input().write(file("in.h5"));
+  const std::string before = read_file(file("in.h5"));
+  EXPECT_TRUE(complained(run({"verify", file("in.h5"), "--json", file("in.h5")}), 2, {"--json"}));
+  EXPECT_TRUE(complained(run({"run", file("in.h5"), file("out.h5"), "--json", file("out.h5")}), 2,
+                         {"--json"}));
+  EXPECT_EQ(read_file(file("in.h5")), before);
+  EXPECT_EQ(files(), Strings{"in.h5"});
+}
+
+TEST_F(Refusals, FullStandardOutput) {
+  EXPECT_TRUE(complained(run({"info"}, {}, "/dev/full"), 2, {"standard output"}));
+  EXPECT_TRUE(complained(run({"--help"}, {}, "/dev/full"), 2, {"standard output"}));
+}
+
+TEST_F(Refusals, OldOutputSurvivesAFailure) {
+  Contents contents = small_input();
+  contents.write(file("in.h5"));
+  ASSERT_TRUE(succeeded(run({"run", file("in.h5"), file("out.h5")})));
+  const std::string before = read_file(file("out.h5"));
+  contents.datasets.erase("/inputs/v");
+  contents.write(file("in.h5"));
+  EXPECT_TRUE(complained(run({"run", file("in.h5"), file("out.h5")}), 2, {"/inputs/v"}));
+  EXPECT_TRUE(complained(
+      run({"generate", file("out.h5"), "--nq", "3", "--nk", "2", "--d", "2", "--causal"}), 2,
+      {"Nq = 3", "Nk = 2"}));
+  EXPECT_EQ(read_file(file("out.h5")), before);
+  EXPECT_EQ(files(), (Strings{"in.h5", "out.h5"}));
+}
+
+TEST_F(Refusals, MissingCotangent) {
+  Contents contents = small_input();
+  contents.datasets.erase("/cotangent/o");
+  expect_refused(contents, {"/cotangent/o"}, {"--backward"});
+}
+
+TEST_F(Refusals, MissingVariant) {
+  Contents contents = small_input();
+  contents.attributes["/"].erase("variant");
+  expect_refused(contents, {"variant", "--variant"});
+}
+
+TEST_F(Refusals, OptionOfAnotherVariant) {
+  small_input().write(file("in.h5"));
+  EXPECT_TRUE(complained(run({"run", file("in.h5"), file("out.h5"), "--alpha", "0.5"}), 2,
+                         {"alpha", "elu"}));
+  EXPECT_TRUE(complained(run({"run", file("in.h5"), file("out.h5"), "--variant", "lln"}), 2,
+                         {"alpha", "--alpha", "lln"}));
+  EXPECT_TRUE(complained(
+      run({"generate", file("out.h5"), "--nq", "3", "--d", "2", "--variant", "elu", "--beta", "1"}),
+      2, {"--beta", "elu"}));
+  EXPECT_EQ(files(), Strings{"in.h5"});
+}
+
+TEST_F(Refusals, CausalWithMoreQueries) {
+  Contents contents = small_input();
+  contents.datasets.at("/inputs/q") = ramp({2, 4, 6, 2});
+  contents.datasets.at("/cotangent/o") = ramp({2, 4, 6, 1});
+  expect_refused(contents, {"Nq = 6", "Nk = 5"}, {"--causal"});
+}
+
+TEST_F(Refusals, ChunkBeyondTheLibrary) {
+  expect_refused(small_input(), {"chunk", "1000000"}, {"--chunk", "1000000"});
+}
+
+TEST_F(Refusals, ParameterThatIsNotFinite) {
+  Contents contents = small_input();
+  contents.attributes["/"]["variant"] = "lln";
+  contents.attributes["/config"]["beta"] = 1.0;
+  contents.datasets.emplace("/config/alpha", io::Array(std::vector<double>{1, 2, NAN, 4}, {4}));
+  expect_refused(contents, {"/config/alpha", "[2]"});
+}
+
+/// What the layout allows and this version cannot compute is refused, never left out.
+TEST_F(Refusals, Unsupported) {
+  const auto with = [](const std::string& path, const io::Array& array) {
+    Contents contents = small_input();
+    contents.datasets.emplace(path, array);
+    return contents;
+  };
+  const io::Array mask(std::vector<std::uint8_t>(10, 1), {2, 5});
+  expect_refused(with("/inputs/key_mask", mask), {"/inputs/key_mask", "does not support"});
+
+  Contents state = with("/inputs/state/S", ramp({2, 2, 2, 1}));
+  state.datasets.emplace("/inputs/state/z", ramp({2, 2, 2}));
+  expect_refused(state, {"/inputs/state", "does not support"});
+  expect_refused(state, {"/inputs/state", "does not support"}, {"--variant", "relu"});
+
+  const Contents cotangent = with("/cotangent/state/S", ramp({2, 2, 2, 1}));
+  expect_refused(cotangent, {"/cotangent/state", "does not support"}, {"--backward"});
+
+  Contents packed;
+  packed.attributes["/"]["variant"] = "elu";
+  const io::Array offsets(std::vector<std::int64_t>{0, 2, 5}, {3});
+  for (const char* name : {"q", "k", "v"})
+    packed.datasets[std::string("/inputs/") + name] = ramp({1, 2, 5, 3});
+  packed.datasets["/inputs/cu_seqlens_q"] = offsets;
+  packed.datasets["/inputs/cu_seqlens_k"] = offsets;
+  expect_refused(packed, {"/inputs/cu_seqlens", "does not support"});
+
+  Contents moments = small_input();
+  moments.attributes["/"]["variant"] = "lln";
+  moments.attributes["/config"]["moments"] = "fit";
+  expect_refused(moments, {"moments", "does not"});
+
+  for (const char* variant : {"affine", "softmax", "lln-diag"}) {
+    Contents contents = small_input();
+    contents.attributes["/"]["variant"] = variant;
+    contents.datasets.at("/inputs/q") = ramp({2, 4, 5, 2});
+    contents.datasets.at("/cotangent/o") = ramp({2, 4, 5, 1});
+    expect_refused(contents, {"variant", variant, "identity, elu"});
+  }
+}
+
+/// What run does not use it need not understand; verify must.
+TEST_F(Refusals, UnsupportedExpectations) {
+  for (const std::string& path :
+       {std::string("/expected/state/z"), std::string("/expected_grad/state/z"),
+        std::string("/expected/diagnostics/entropy")}) {
+    Contents contents = small_input();
+    contents.datasets.emplace("/expected/o", ramp({2, 4, 3, 1}));
+    const bool is_state = path.find("state") != std::string::npos;
+    contents.datasets.emplace(path, is_state ? ramp({2, 2, 2}) : ramp({2, 4}));
+    contents.write(file("in.h5"));
+    const std::string group = path.substr(0, path.rfind('/'));
+    EXPECT_TRUE(
+        complained(run({"verify", file("in.h5")}), 2, {file("in.h5"), group, "does not support"}));
+  }
+}
+
+TEST_F(Refusals, MoreThanTheReferenceCanDo) {
+  ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--nq", "40000", "--d", "2"})));
+  EXPECT_TRUE(complained(run({"run", file("in.h5"), file("out.h5"), "--variant", "elu", "--check"}),
+                         2, {"--check", "Nq=40000"}));
+  EXPECT_TRUE(
+      complained(run({"generate", file("out.h5"), "--nq", "40000", "--d", "2", "--variant", "elu"}),
+                 2, {"--no-expected", "Nq=40000"}));
+  EXPECT_EQ(files(), Strings{"in.h5"});
+}
+
+TEST_F(Refusals, MoreThanTheMemory) {
+  EXPECT_TRUE(
+      complained(run({"generate", file("out.h5"), "--nq", "1000000000000", "--d", "1000000"}), 2,
+                 {"bytes", "Nq=1000000000000"}));
+  EXPECT_TRUE(complained(
+      run({"generate", file("out.h5"), "--heads", "4", "--kv-heads", "3", "--nq", "2", "--d", "2"}),
+      2, {"3 key/value heads", "4 query heads"}));
+  EXPECT_EQ(files(), Strings{});
+}
+
+TEST_F(Refusals, BadEnvironment) {
+  EXPECT_TRUE(complained(
+      run({"verify", data("fixtures/elu_causal_n1.h5")}, {{"KOKKOS_NUM_THREADS", "none"}}), 2,
+      {"Kokkos"}));
+}
+
+}  // namespace
+}  // namespace LinAttn::test_app

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+#include <linattn/io/reader.hpp>
+#include <string>
+#include <vector>
+
+#include "support/files.hpp"
+#include "support/program.hpp"
+
+namespace LinAttn::test_app {
+namespace {
+
+using Strings = std::vector<std::string>;
+using Extents = std::vector<std::int64_t>;
+
+class Run : public ProgramTest {};
+
+TEST_F(Run, OutputFollowsTheLayout) {
+  Contents input = small_input();
+  input.attributes["/config"] = {{"causal", 1}};
+  input.datasets.emplace("/extra/ignored", ramp({3}));
+  input.write(file("in.h5"));
+  const Result result = run({"run", file("in.h5"), file("out.h5"), "--backward"});
+  ASSERT_TRUE(succeeded(result));
+  EXPECT_NE(result.out.find("ignored    /extra"), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("output     " + file("out.h5")), std::string::npos) << result.out;
+  EXPECT_EQ(files(), (Strings{"in.h5", "out.h5"}));
+
+  const Contents output = Contents::read(file("out.h5"));
+  Strings paths;
+  for (const auto& [path, array] : output.datasets) {
+    paths.push_back(path);
+    EXPECT_EQ(array.type(), io::ElementType::f64) << path;
+  }
+  EXPECT_EQ(paths, (Strings{"/output/o", "/output_grad/k", "/output_grad/q", "/output_grad/v"}));
+  EXPECT_EQ(output.datasets.at("/output/o").extents(), (Extents{2, 4, 3, 1}));
+  EXPECT_EQ(output.datasets.at("/output_grad/q").extents(), (Extents{2, 4, 3, 2}));
+  EXPECT_EQ(output.datasets.at("/output_grad/k").extents(), (Extents{2, 2, 5, 2}));
+  EXPECT_EQ(output.datasets.at("/output_grad/v").extents(), (Extents{2, 2, 5, 1}));
+
+  EXPECT_EQ(output.attributes.at("/config"), input.attributes.at("/config"));
+  auto root = input.attributes.at("/");
+  root["schema"] = "linattn-1";
+  EXPECT_EQ(output.attributes.at("/"), root);
+}
+
+TEST_F(Run, ForwardOnly) {
+  small_input().write(file("in.h5"));
+  ASSERT_TRUE(succeeded(run({"run", file("in.h5"), file("out.h5")})));
+  const Contents output = Contents::read(file("out.h5"));
+  EXPECT_EQ(output.datasets.size(), 1u);
+  EXPECT_TRUE(output.datasets.contains("/output/o"));
+}
+
+TEST_F(Run, PrecisionFollowsFileAndOption) {
+  Contents input = small_input();
+  const auto type_of_output = [&](const Strings& options) {
+    input.write(file("in.h5"));
+    Arguments arguments{"run", file("in.h5"), file("out.h5"), "--backward"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    EXPECT_TRUE(succeeded(run(arguments)));
+    const Contents output = Contents::read(file("out.h5"));
+    const io::ElementType type = output.datasets.at("/output/o").type();
+    for (const auto& [path, array] : output.datasets) EXPECT_EQ(array.type(), type) << path;
+    return type;
+  };
+  input.attributes["/"]["variant"] = "lln";
+  input.attributes["/config"] = {{"alpha", 1.5}, {"beta", 0.5}};
+  EXPECT_EQ(type_of_output({}), io::ElementType::f64);
+  EXPECT_EQ(type_of_output({"--dtype", "f32"}), io::ElementType::f32);
+  for (const char* name : {"/inputs/q", "/inputs/k", "/inputs/v"}) {
+    const io::Array wide = input[name];
+    input[name] = io::Array(wide.as<float>(), wide.extents());
+  }
+  EXPECT_EQ(type_of_output({}), io::ElementType::f32);
+  EXPECT_EQ(type_of_output({"--dtype", "f64"}), io::ElementType::f64);
+}
+
+struct Expectation {
+  const char* fixture;
+  Strings gradients;
+};
+
+/// The numbers themselves, against files of another program.
+TEST_F(Run, NumbersOfFixtures) {
+  const Expectation expectations[] = {
+      {"elu_full_gqa_cross_n37_n53", {"q", "k", "v"}},
+      {"identity_causal_gqa_scale_n65", {"q", "k", "v"}},
+      {"relu_causal_gqa_n67", {"q", "k", "v"}},
+      {"quadratic_full_gqa_cross_n31_n47", {"q", "k", "v"}},
+      {"lln_causal_gqa_per_head_n130", {"q", "k", "v", "alpha", "beta"}},
+      {"lln_causal_n16", {"q", "k", "v", "alpha", "beta"}},
+  };
+  for (const Expectation& expectation : expectations) {
+    const std::string input = data(std::string("fixtures/") + expectation.fixture + ".h5");
+    const Result result =
+        run({"run", input, file("out.h5"), "--backward", "--json", file("run.json")});
+    ASSERT_TRUE(succeeded(result)) << expectation.fixture;
+    EXPECT_NE(result.out.find("against the dense float64 reference"), std::string::npos)
+        << result.out;
+    EXPECT_LT(relative_distance(values(input, "/expected/o"), values(file("out.h5"), "/output/o")),
+              1e-11);
+    const auto json = this->json("run.json");
+    EXPECT_EQ(json["check"].size(), expectation.gradients.size() + 1);
+    for (const std::string& name : expectation.gradients) {
+      EXPECT_EQ(io::Reader(input).read("/expected_grad/" + name).extents(),
+                io::Reader(file("out.h5")).read("/output_grad/" + name).extents())
+          << expectation.fixture << " " << name;
+      EXPECT_LT(relative_distance(values(input, "/expected_grad/" + name),
+                                  values(file("out.h5"), "/output_grad/" + name)),
+                1e-11)
+          << expectation.fixture << " " << name;
+    }
+  }
+}
+
+TEST_F(Run, CommandLineOverridesTheFile) {
+  Contents input = small_input();
+  input.attributes["/config"] = {{"causal", 1}};
+  input.datasets.emplace("/expected/o", ramp({2, 4, 3, 1}));  // of elu, so of no use to lln
+  input.write(file("in.h5"));
+  const Result result = run({"run", file("in.h5"), file("over.h5"), "--variant", "lln", "--full",
+                             "--alpha", "-0.5", "--beta", "2", "--no-normalise", "--scale", "0.25",
+                             "--backward", "--json", file("run.json")});
+  ASSERT_TRUE(succeeded(result));
+  EXPECT_EQ(json("run.json")["check"].size(), 0u);
+  const Contents output = Contents::read(file("over.h5"));
+  EXPECT_EQ(output.attributes.at("/").at("variant"), io::Value("lln"));
+  const std::map<std::string, io::Value> config{
+      {"alpha", -0.5}, {"beta", 2.0}, {"causal", 0}, {"normalise", 0}, {"scale", 0.25}};
+  EXPECT_EQ(output.attributes.at("/config"), config);
+
+  // The same said by the file gives the same.
+  input.attributes["/"]["variant"] = "lln";
+  input.attributes["/config"] = config;
+  input.datasets.erase("/expected/o");
+  input.write(file("in.h5"));
+  ASSERT_TRUE(succeeded(run({"run", file("in.h5"), file("said.h5"), "--backward"})));
+  EXPECT_EQ(output.datasets.size(), 6u);
+  for (const auto& [path, array] : output.datasets)
+    EXPECT_EQ(array.as<double>(), values(file("said.h5"), path)) << path;
+  // And not what the file alone would give.
+  EXPECT_NE(values(file("over.h5"), "/output/o"), ramp({2, 4, 3, 1}).as<double>());
+}
+
+TEST_F(Run, OptionReplacesValuesPerHead) {
+  const std::string input = data("fixtures/lln_causal_gqa_per_head_n130.h5");
+  ASSERT_TRUE(succeeded(run({"run", input, file("out.h5"), "--alpha", "1", "--backward"})));
+  const Contents output = Contents::read(file("out.h5"));
+  EXPECT_FALSE(output.datasets.contains("/config/alpha"));
+  EXPECT_EQ(output.attributes.at("/config").at("alpha"), io::Value(1.0));
+  EXPECT_EQ(output.datasets.at("/output_grad/alpha").extents(), Extents{});
+  EXPECT_EQ(output.datasets.at("/config/beta").as<double>(), values(input, "/config/beta"));
+  EXPECT_EQ(output.datasets.at("/output_grad/beta").extents(), Extents{2});
+}
+
+TEST_F(Run, RealData) {
+  const std::string input = data("real/minilm.h5");
+  const Result result =
+      run({"run", input, file("out.h5"), "--variant", "lln", "--alpha", "1.5", "--beta", "1.25",
+           "--causal", "--backward", "--check", "--repeat", "3", "--json", file("run.json")});
+  ASSERT_TRUE(succeeded(result));
+  const auto json = this->json("run.json");
+  EXPECT_EQ(json["command"], "run");
+  EXPECT_EQ(json["input"], input);
+  EXPECT_EQ(json["output"], file("out.h5"));
+  EXPECT_EQ(json["variant"], "lln");
+  EXPECT_EQ(json["causal"], true);
+  EXPECT_EQ(json["parameters"]["alpha"], std::vector<double>(12, 1.5));
+  EXPECT_EQ(json["dtype"], "f32");
+  EXPECT_EQ(json["problem"]["heads"], 12);
+  for (const char* pass : {"forward", "backward"}) {
+    EXPECT_GT(json[pass]["seconds"], 0) << pass;
+    EXPECT_EQ(json[pass]["runs"].size(), 3u) << pass;
+    EXPECT_GT(json[pass]["workspace_bytes"], 0) << pass;
+    EXPECT_GT(json[pass]["plan"]["chunk"], 0) << pass;
+  }
+  Strings quantities;
+  for (const auto& check : json["check"]) {
+    quantities.push_back(check["quantity"]);
+    EXPECT_EQ(check["ok"], true) << check;
+    EXPECT_LT(check["error"], 2e-5) << check;
+    EXPECT_GT(check["error"], 0) << check;
+  }
+  EXPECT_EQ(quantities, (Strings{"o", "q", "k", "v", "alpha", "beta"}));
+  for (const char* text :
+       {"problem    B=2 H=12 Hkv=12 Nq=125 Nk=125 D=32 Dv=32", "lln, causal, normalised",
+        "forward ", "backward ", "workspace", "dalpha", "dbeta", "output "})
+    EXPECT_NE(result.out.find(text), std::string::npos) << text << "\n" << result.out;
+}
+
+TEST_F(Run, CheckCanFail) {
+  // Without division by exact zeros, but with denominators that cancel: too much to ask of f32.
+  ASSERT_TRUE(
+      succeeded(run({"generate", file("in.h5"), "--nq", "200", "--d", "3", "--seed", "1"})));
+  const Arguments arguments{"run",         file("in.h5"), file("out.h5"), "--variant",  "identity",
+                            "--normalise", "--dtype",     "f32",          "--backward", "--check"};
+  const Result result = run(arguments);
+  EXPECT_TRUE(complained(result, 1, {file("out.h5"), "expected", "found", "tolerance"}));
+  EXPECT_NE(result.out.find("FAIL"), std::string::npos) << result.out;
+}
+
+TEST_F(Run, JsonOnStandardOutputIsAlone) {
+  small_input().write(file("in.h5"));
+  const Result result = run({"run", file("in.h5"), file("out.h5"), "--json", "-"});
+  ASSERT_TRUE(succeeded(result));
+  EXPECT_EQ(nlohmann::json::parse(result.out)["command"], "run");
+}
+
+TEST_F(Run, SameBitsWhateverTheThreads) {
+  ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--batch", "2", "--heads", "3", "--nq",
+                             "150", "--d", "5", "--dv", "7", "--seed", "11"})));
+  for (const char* dtype : {"f64", "f32"}) {
+    std::string first;
+    for (const char* threads : {"1", "2", "3"})
+      for (const char* space : {"", "serial"}) {
+        Arguments arguments{"run",        file("in.h5"), file("out.h5"), "--variant", "lln",
+                            "--alpha",    "1",           "--beta",       "1",         "--causal",
+                            "--backward", "--dtype",     dtype,          "--chunk",   "16",
+                            "--segments", "3",           "--repeat",     "2"};
+        if (*space != '\0') arguments.insert(arguments.end(), {"--space", space});
+        ASSERT_TRUE(succeeded(run(arguments, {{"OMP_NUM_THREADS", threads}})));
+        const std::string output = read_file(file("out.h5"));
+        if (first.empty()) first = output;
+        EXPECT_TRUE(output == first) << dtype << " " << threads << " threads, space " << space;
+      }
+  }
+}
+
+TEST_F(Run, EmptyProblems) {
+  const Extents shapes[] = {{0, 2, 3, 3, 2, 2}, {1, 2, 0, 0, 2, 2}, {1, 2, 3, 0, 2, 2},
+                            {1, 2, 3, 3, 0, 2}, {1, 2, 3, 3, 2, 0}, {1, 2, 1, 1, 2, 2}};
+  for (const Extents& n : shapes) {
+    const auto text = [&](std::size_t i) { return std::to_string(n[i]); };
+    ASSERT_TRUE(succeeded(
+        run({"generate", file("in.h5"), "--batch", text(0), "--heads", text(1), "--nq", text(2),
+             "--nk", text(3), "--d", text(4), "--dv", text(5), "--variant", "lln"})));
+    EXPECT_TRUE(succeeded(run({"run", file("in.h5"), file("out.h5"), "--backward"})))
+        << ::testing::PrintToString(n);
+    EXPECT_TRUE(succeeded(run({"verify", file("in.h5")}))) << ::testing::PrintToString(n);
+  }
+}
+
+}  // namespace
+}  // namespace LinAttn::test_app

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+#include <string>
+#include <vector>
+
+#include "support/program.hpp"
+
+namespace LinAttn::test_app {
+namespace {
+
+TEST(Usage, HelpAndVersion) {
+  for (const Arguments& arguments : {Arguments{"--help"},
+                                     {"--version"},
+                                     {"run", "--help"},
+                                     {"verify", "--help"},
+                                     {"generate", "-h"},
+                                     {"info", "--help"}}) {
+    const Result result = run(arguments);
+    EXPECT_TRUE(succeeded(result)) << arguments.back();
+    EXPECT_FALSE(result.out.empty());
+  }
+  EXPECT_EQ(run({"--version"}).out.rfind("linattn ", 0), 0u);
+  const std::string help = run({"run", "--help"}).out;
+  for (const char* option : {"--variant", "--causal", "--full", "--backward", "--dtype", "--space",
+                             "--alpha", "--beta", "--normalise", "--no-normalise", "--scale",
+                             "--chunk", "--segments", "--check", "--repeat", "--json"})
+    EXPECT_NE(help.find(option), std::string::npos) << option;
+}
+
+struct Misuse {
+  std::string name;
+  Arguments arguments;
+  std::vector<std::string> words;
+};
+
+class Misuses : public ::testing::TestWithParam<Misuse> {};
+
+TEST_P(Misuses, IsOneLineAndStatus2) {
+  EXPECT_TRUE(complained(run(GetParam().arguments), 2, GetParam().words));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Usage, Misuses,
+    ::testing::Values(
+        Misuse{"no_subcommand", {}, {"subcommand"}},
+        Misuse{"unknown_subcommand", {"fly"}, {"subcommand"}},
+        Misuse{"unknown_option", {"info", "--kokkos-threads=2"}, {"--kokkos-threads=2"}},
+        Misuse{"threads_of_kokkos", {"run", "a.h5", "b.h5", "--threads", "0"}, {"--threads"}},
+        Misuse{"no_output", {"run", "a.h5"}, {"OUT.h5"}},
+        Misuse{"no_file", {"verify"}, {"FILE.h5"}},
+        Misuse{"no_extents", {"generate", "a.h5", "--d", "3"}, {"--nq"}},
+        Misuse{"causal_and_full",
+               {"run", "a.h5", "b.h5", "--causal", "--full"},
+               {"--causal", "--full"}},
+        Misuse{"normalise_and_not",
+               {"run", "a.h5", "b.h5", "--normalise", "--no-normalise"},
+               {"--normalise", "--no-normalise"}},
+        Misuse{"variant_unknown",
+               {"run", "a.h5", "b.h5", "--variant", "cosine"},
+               {"--variant", "identity, elu, relu, quadratic, lln", "'cosine'"}},
+        Misuse{"variant_of_the_layout_only",
+               {"run", "a.h5", "b.h5", "--variant", "lavo"},
+               {"--variant", "identity, elu", "'lavo'"}},
+        Misuse{"generated_variant_unknown",
+               {"generate", "a.h5", "--nq", "3", "--d", "3", "--variant", "softmax"},
+               {"--variant", "identity, elu", "'softmax'"}},
+        Misuse{"dtype_16_bit",
+               {"run", "a.h5", "b.h5", "--dtype", "bf16"},
+               {"--dtype", "f64 or f32", "'bf16'", "not supported by this version"}},
+        Misuse{"dtype_unknown",
+               {"verify", "a.h5", "--dtype", "int"},
+               {"--dtype", "f64 or f32", "'int'"}},
+        Misuse{"space_unknown", {"verify", "a.h5", "--space", "moon"}, {"--space", "'moon'"}},
+        Misuse{"chunk_text",
+               {"run", "a.h5", "b.h5", "--chunk", "two"},
+               {"--chunk", "integer", "'two'"}},
+        Misuse{"chunk_trailing",
+               {"run", "a.h5", "b.h5", "--chunk", "2x"},
+               {"--chunk", "integer", "'2x'"}},
+        Misuse{"segments_negative",
+               {"run", "a.h5", "b.h5", "--segments", "-1"},
+               {"--segments", "integer", "'-1'"}},
+        Misuse{
+            "repeat_zero", {"run", "a.h5", "b.h5", "--repeat", "0"}, {"--repeat", "from 1", "'0'"}},
+        Misuse{
+            "scale_nan", {"run", "a.h5", "b.h5", "--scale", "nan"}, {"--scale", "finite", "'nan'"}},
+        Misuse{"alpha_infinite",
+               {"run", "a.h5", "b.h5", "--alpha", "inf"},
+               {"--alpha", "finite", "'inf'"}},
+        Misuse{"extent_negative",
+               {"generate", "a.h5", "--nq", "-3", "--d", "3"},
+               {"--nq", "integer", "'-3'"}},
+        Misuse{"distribution_unknown",
+               {"generate", "a.h5", "--nq", "3", "--d", "3", "--dist", "cauchy"},
+               {"--dist", "normal, uniform or constant", "'cauchy'"}}),
+    [](const auto& info) { return info.param.name; });
+
+#if !defined(KOKKOS_ENABLE_CUDA)
+TEST(Usage, SpaceOfAnotherBuild) {
+  EXPECT_TRUE(complained(run({"verify", "a.h5", "--space", "cuda"}), 2,
+                         {"--space", "'cuda'", "the Kokkos of this build lacks"}));
+}
+#endif
+
+}  // namespace
+}  // namespace LinAttn::test_app

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The gradients of the reference against finite differences of its forward, in long double.
+
+#include <gtest/gtest.h>
+
+#include <tuple>
+
+#include "../support/finite_difference.hpp"
+#include "cases.hpp"
+
+namespace {
+
+using namespace LinAttn;
+using namespace LinAttn::test_support;
+using reference::Kernel;
+using Real = long double;
+
+enum class Shape { cross, grouped, single_kv_head, more_queries, masked, packed };
+
+struct Named {
+  const char* name;
+  Shape shape;
+};
+void PrintTo(const Named& named, std::ostream* out) { *out << named.name; }
+
+constexpr Named shapes[] = {{"cross", Shape::cross},
+                            {"grouped", Shape::grouped},
+                            {"single_kv_head", Shape::single_kv_head},
+                            {"more_queries", Shape::more_queries},
+                            {"masked", Shape::masked},
+                            {"packed", Shape::packed}};
+
+Case<Real> make_case(Kernel kernel, bool causal, bool normalise, Shape shape) {
+  reference::Settings settings{
+      .kernel = kernel, .causal = causal, .normalise = normalise, .scale = -0.75};
+  Problem problem{.batch = 2, .heads = 1, .kv_heads = 1, .nq = 4, .nk = 7, .d = 5, .dv = 3};
+  switch (shape) {
+    case Shape::cross:
+      break;
+    case Shape::grouped:
+      problem.heads = 6, problem.kv_heads = 2, problem.batch = 1;
+      break;
+    case Shape::single_kv_head:
+      problem.heads = 3, problem.dv = 1;
+      break;
+    case Shape::more_queries:
+      problem.nq = causal ? 6 : 8, problem.nk = 6, problem.heads = 2, problem.kv_heads = 2;
+      break;
+    case Shape::masked:
+      problem.heads = 2;
+      settings.key_mask = {0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 0, 1, 0};
+      if (causal) problem.nq = problem.nk;
+      break;
+    case Shape::packed:
+      problem.batch = 1, problem.heads = 2, problem.nq = 8, problem.nk = 11;
+      settings.cu_seqlens_q = {0, 3, 3, 4, 8};
+      settings.cu_seqlens_k = {0, 3, 4, 6, 11};
+      break;
+  }
+  const auto number = 1000 + 100 * static_cast<std::uint64_t>(kernel) +
+                      10 * static_cast<std::uint64_t>(shape) + 2 * causal + normalise;
+  return random_case<Real>(problem, settings, number);
+}
+
+/// dL/dx for L = sum d_o o, x one of the tensors or parameters reached by `slot`.
+template <class Slot>
+void check(const char* name, const Case<Real>& original, Slot slot,
+           const std::vector<Real>& gradient, const std::vector<Real>& magnitude,
+           std::uint64_t number) {
+  SCOPED_TRACE(name);
+  Case<Real> moved = original;
+  using Element = typename std::decay_t<decltype(slot(moved))>::value_type;
+  const std::vector<Real> x(slot(moved).begin(), slot(moved).end());
+  ASSERT_EQ(gradient.size(), x.size());
+  ASSERT_EQ(magnitude.size(), x.size());
+  const auto loss = [&](const std::vector<Real>& at) {
+    for (std::size_t n = 0; n < at.size(); ++n) slot(moved)[n] = static_cast<Element>(at[n]);
+    const auto o = moved.forward();
+    Real sum = 0;
+    for (std::size_t n = 0; n < o.size(); ++n) sum += o[n] * original.d_o[n];
+    return sum;
+  };
+  Real noise = 0;
+  const auto of_o = original.magnitudes().o;
+  for (std::size_t n = 0; n < of_o.size(); ++n)
+    noise += 8 * roundoff<Real> * of_o[n] * std::abs(original.d_o[n]);
+
+  // Steps are powers of two on values that doubles hold, so that a parameter kept as double moves
+  // too.
+  const Real step = 0x1p-11L;
+
+  Random random(seed() + number);
+  const int directions = 3;
+  for (int n = 0; n < directions; ++n) {
+    std::vector<Real> direction(x.size());
+    Real terms = 0;
+    for (std::size_t m = 0; m < x.size(); ++m) {
+      direction[m] =
+          static_cast<Real>(random.integer(1, 16)) * (random.bits() & 1 ? 0x1p-4L : -0x1p-4L);
+      terms += magnitude[m] * std::abs(direction[m]);
+    }
+    const auto result = check_direction<Real>(loss, gradient, x, direction, step, noise);
+    EXPECT_LE(std::abs(result.analytic - result.numeric),
+              result.error + 32 * roundoff<Real> * terms)
+        << "direction " << n << ": " << result.analytic << " against " << result.numeric;
+    EXPECT_LE(result.error, 1e-10L * terms) << "differences too coarse to tell";
+  }
+  for (std::size_t count = 0; count < std::min<std::size_t>(x.size(), 8); ++count) {
+    const std::size_t m =
+        x.size() <= 8
+            ? count
+            : static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(x.size()) - 1));
+    const auto numeric = coordinate_derivative<Real>(loss, x, m, step, noise);
+    EXPECT_LE(std::abs(gradient[m] - numeric.value),
+              numeric.error + 32 * roundoff<Real> * magnitude[m])
+        << "element " << m << ": " << gradient[m] << " against " << numeric.value;
+  }
+}
+
+void check_all(const Case<Real>& c, std::uint64_t number) {
+  SCOPED_TRACE(describe(c.problem, c.settings));
+  const auto gradient = c.backward();
+  const auto magnitude = c.magnitudes();
+  check(
+      "q", c, [](auto& x) -> auto& { return x.tensors.q; }, gradient.q, magnitude.q, number);
+  check(
+      "k", c, [](auto& x) -> auto& { return x.tensors.k; }, gradient.k, magnitude.k, number);
+  check(
+      "v", c, [](auto& x) -> auto& { return x.tensors.v; }, gradient.v, magnitude.v, number);
+  if (c.settings.kernel != Kernel::lln) {
+    EXPECT_TRUE(gradient.alpha.empty());
+    EXPECT_TRUE(gradient.beta.empty());
+    return;
+  }
+  check(
+      "alpha", c, [](auto& x) -> auto& { return x.settings.alpha; }, gradient.alpha,
+      magnitude.alpha, number);
+  check(
+      "beta", c, [](auto& x) -> auto& { return x.settings.beta; }, gradient.beta, magnitude.beta,
+      number);
+}
+
+class ReferenceGradients : public ::testing::TestWithParam<std::tuple<Kernel, bool, bool, Named>> {
+};
+
+TEST_P(ReferenceGradients, MatchFiniteDifferences) {
+  const auto [kernel, causal, normalise, named] = GetParam();
+  check_all(make_case(kernel, causal, normalise, named.shape), 77);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReferenceGradients,
+                         ::testing::Combine(::testing::ValuesIn(all_kernels), ::testing::Bool(),
+                                            ::testing::Bool(), ::testing::ValuesIn(shapes)),
+                         [](const auto& suite) {
+                           return std::string(reference::kernel_name(std::get<0>(suite.param))) +
+                                  (std::get<1>(suite.param) ? "_causal" : "_full") +
+                                  (std::get<2>(suite.param) ? "_normalised_" : "_plain_") +
+                                  std::get<3>(suite.param).name;
+                         });
+
+TEST(ReferenceGradientsOfParameters, HoldAtZeroAndBelow) {
+  for (const bool causal : {false, true}) {
+    auto c = make_case(Kernel::lln, causal, true, Shape::grouped);
+    c.settings.alpha = {0, -0.5, 1.25, 0.75, -1, 2};
+    c.settings.beta = {0, -0.75};
+    check_all(c, 5);
+    // A parameter of 0 hides its input, not its own gradient.
+    const auto gradient = c.backward();
+    const auto nq = c.problem.nq, d = c.problem.d, nk = c.problem.nk;
+    EXPECT_TRUE(all_zero(row_range(gradient.q, 0, nq, d)));
+    EXPECT_TRUE(all_zero(row_range(gradient.k, 0, nk, d)));
+    EXPECT_NE(gradient.beta[0], 0);
+    EXPECT_FALSE(all_zero(row_range(gradient.q, nq, nq, d)));
+  }
+}
+
+}  // namespace

@@ -1,0 +1,421 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <Kokkos_Core.hpp>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <iostream>
+#include <limits>
+#include <linattn/attention.hpp>
+#include <linattn/reference/bounds.hpp>
+#include <linattn/reference/dense.hpp>
+#include <linattn/variants.hpp>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "placed_tensor.hpp"
+#include "random.hpp"
+#include "seed.hpp"
+
+/// \file attention_case.hpp
+/// One attention call: its numbers, the engine's answer, the reference's answer and what lies
+/// between.
+
+namespace LinAttn::test_support {
+
+/// Type in which the reference judges results of type T.
+template <class T>
+using oracle_t = std::conditional_t<std::is_same_v<T, float>, double, long double>;
+
+template <Variant V>
+inline constexpr bool has_query_parameter = V::query_parameter != nullptr;
+template <Variant V>
+inline constexpr bool has_key_parameter = V::key_parameter != nullptr;
+template <Variant V>
+inline constexpr bool is_scaled = ScaledFeatureMap<key_map_t<V>>;
+
+/// The numbers of one call, row-major and exactly representable in the scalar of the call.
+struct Case {
+  Problem problem;
+  std::vector<double> q, k, v, d_o;
+  std::vector<double> alpha, beta;  ///< parameters by head; empty where the variant has none
+};
+
+inline std::int64_t query_count(const Problem& p) { return p.batch * p.heads * p.nq * p.d; }
+inline std::int64_t key_count(const Problem& p) { return p.batch * p.kv_heads * p.nk * p.d; }
+inline std::int64_t value_count(const Problem& p) { return p.batch * p.kv_heads * p.nk * p.dv; }
+inline std::int64_t output_count(const Problem& p) { return p.batch * p.heads * p.nq * p.dv; }
+
+template <class T>
+void round_to(std::vector<double>& x) {
+  for (double& element : x) element = static_cast<double>(static_cast<T>(element));
+}
+
+/// Normal entries, some of them exactly 0. A normalised identity gets entries near 1: with weights
+/// of both signs its row sums could pass through 0.
+template <class T, Variant V>
+std::vector<double> random_entries(Random& random, std::int64_t n, bool normalise) {
+  const bool signed_weights = reference::kernel_from_name(V::name) == reference::Kernel::identity;
+  auto x = signed_weights && normalise ? random.normals(n, 1, 0.3) : random.normals(n);
+  if (!(signed_weights && normalise))
+    for (std::size_t i = 5; i < x.size(); i += 11) x[i] = 0;
+  round_to<T>(x);
+  return x;
+}
+
+template <class T, Variant V>
+Case random_case(const Problem& problem, const Options& options, std::uint64_t salt = 0) {
+  Random random(seed() + salt);
+  const bool normalise = options.normalise.value_or(V::normalise_by_default);
+  Case c;
+  c.problem = problem;
+  c.q = random_entries<T, V>(random, query_count(problem), normalise);
+  c.k = random_entries<T, V>(random, key_count(problem), normalise);
+  c.v = random.normals(value_count(problem));
+  c.d_o = random.normals(output_count(problem));
+  round_to<T>(c.v);
+  round_to<T>(c.d_o);
+  if (has_query_parameter<V>) c.alpha = random.uniforms(problem.heads, 0.5, 1.2);
+  if (has_key_parameter<V>) c.beta = random.uniforms(problem.kv_heads, 0.5, 1.2);
+  return c;
+}
+
+template <Variant V>
+V make_variant(const Parameter& query, const Parameter& key) {
+  if constexpr (has_query_parameter<V> && has_key_parameter<V>)
+    return V{query, key};
+  else
+    return V{};
+}
+
+/// What the reference has to be told. A variant that it does not know fails here, by its name.
+template <Variant V>
+reference::Settings settings_of(const Case& c, const Options& options) {
+  reference::Settings settings;
+  settings.kernel = reference::kernel_from_name(V::name);
+  settings.causal = options.causal;
+  settings.normalise = options.normalise.value_or(V::normalise_by_default);
+  settings.scale = options.scale;
+  settings.alpha = c.alpha;
+  settings.beta = c.beta;
+  return settings;
+}
+
+/// What a call left; a part that was not asked for is empty.
+template <class T>
+struct Outcome {
+  std::vector<T> o;
+  std::vector<accumulator_t<T>> denominator;
+  std::vector<T> q, k, v;
+  std::vector<double> alpha, beta;
+};
+
+template <class T>
+::testing::AssertionResult same_bits(const Outcome<T>& found, const Outcome<T>& expected) {
+  const auto check = [](const char* name, const auto& a,
+                        const auto& b) -> ::testing::AssertionResult {
+    const ::testing::AssertionResult same = same_bits(a, b);
+    if (same) return same;
+    return ::testing::AssertionFailure() << name << ": " << same.message();
+  };
+  for (const auto& result :
+       {check("o", found.o, expected.o),
+        check("denominator", found.denominator, expected.denominator),
+        check("dq", found.q, expected.q), check("dk", found.k, expected.k),
+        check("dv", found.v, expected.v), check("d alpha", found.alpha, expected.alpha),
+        check("d beta", found.beta, expected.beta)})
+    if (!result) return result;
+  return ::testing::AssertionSuccess();
+}
+
+/// Bytes for a workspace, all of them set, at an odd address and between guards.
+template <class ExecSpace>
+class Arena {
+ public:
+  explicit Arena(std::size_t bytes, std::size_t shift = 3, unsigned char content = 0xff)
+      : m_bytes(bytes), m_begin(margin + shift) {
+    m_device = Buffer(std::string("test::arena"), m_begin + bytes + margin);
+    m_host = Kokkos::create_mirror_view(m_device);
+    for (std::size_t i = 0; i < m_host.extent(0); ++i) m_host(i) = inside(i) ? content : guard;
+    Kokkos::deep_copy(m_device, m_host);
+  }
+
+  Workspace<ExecSpace> workspace() const {
+    return Kokkos::View<unsigned char*, typename ExecSpace::memory_space,
+                        Kokkos::MemoryTraits<Kokkos::Unmanaged>>(m_device.data() + m_begin,
+                                                                 m_bytes);
+  }
+
+  bool guards_intact() {
+    Kokkos::deep_copy(m_host, m_device);
+    for (std::size_t i = 0; i < m_host.extent(0); ++i)
+      if (!inside(i) && m_host(i) != guard) return false;
+    return true;
+  }
+
+ private:
+  using Buffer = Kokkos::View<unsigned char*, typename ExecSpace::memory_space>;
+  static constexpr std::size_t margin = 256;
+  static constexpr unsigned char guard = 0xa5;
+  bool inside(std::size_t i) const { return i >= m_begin && i < m_begin + m_bytes; }
+
+  std::size_t m_bytes;
+  std::size_t m_begin;
+  Buffer m_device{};
+  typename Buffer::HostMirror m_host{};
+};
+
+/// Memory layout of every argument.
+struct Arrangement {
+  Layout q = Layout::right, k = Layout::right, v = Layout::right;
+  Layout o = Layout::right, denominator = Layout::right, d_o = Layout::right;
+  Layout d_q = Layout::right, d_k = Layout::right, d_v = Layout::right;
+  Layout parameter = Layout::right, d_parameter = Layout::right;
+};
+
+/// Which gradients to ask for; parameters only where the variant has them.
+struct Wanted {
+  bool q = true, k = true, v = true, query_parameter = true, key_parameter = true;
+};
+
+/// A call of the engine with all its memory. Every output starts as NaN, every tensor lies between
+/// NaNs, and the workspace has exactly the bytes asked for, all set to NaN.
+template <class T, class ExecSpace, Variant V>
+class Attention {
+ public:
+  using A = accumulator_t<T>;
+
+  Attention(const Case& c, const Options& options, const Arrangement& at = {},
+            const ExecSpace& exec = ExecSpace())
+      : m_case(c), m_options(options), m_exec(exec) {
+    const Problem& p = c.problem;
+    q = {{p.batch, p.heads, p.nq, p.d}, at.q};
+    k = {{p.batch, p.kv_heads, p.nk, p.d}, at.k};
+    v = {{p.batch, p.kv_heads, p.nk, p.dv}, at.v};
+    o = {{p.batch, p.heads, p.nq, p.dv}, at.o};
+    denominator = {{p.batch, p.heads, p.nq}, at.denominator};
+    d_o = {{p.batch, p.heads, p.nq, p.dv}, at.d_o};
+    d_q = {q.extents(), at.d_q};
+    d_k = {k.extents(), at.d_k};
+    d_v = {v.extents(), at.d_v};
+    alpha = {{static_cast<std::int64_t>(c.alpha.size())}, at.parameter};
+    beta = {{static_cast<std::int64_t>(c.beta.size())}, at.parameter};
+    d_alpha = {alpha.extents(), at.d_parameter};
+    d_beta = {beta.extents(), at.d_parameter};
+    q.set(c.q);
+    k.set(c.k);
+    v.set(c.v);
+    d_o.set(c.d_o);
+    alpha.set(c.alpha);
+    beta.set(c.beta);
+  }
+
+  bool normalise() const { return m_options.normalise.value_or(V::normalise_by_default); }
+  V variant() const { return make_variant<V>(alpha.view(), beta.view()); }
+  Inputs<ExecSpace, T> inputs() const { return {.q = q.input(), .k = k.input(), .v = v.input()}; }
+  Saved<ExecSpace, T> saved() const {
+    Saved<ExecSpace, T> result{.o = o.ref()};
+    if (normalise()) result.denominator = denominator.ref();
+    return result;
+  }
+  Gradients<ExecSpace, T> gradients(const Wanted& wanted) const {
+    Gradients<ExecSpace, T> result;
+    if (wanted.q) result.q = d_q.ref();
+    if (wanted.k) result.k = d_k.ref();
+    if (wanted.v) result.v = d_v.ref();
+    if (has_query_parameter<V> && wanted.query_parameter) result.query_parameter = d_alpha.ref();
+    if (has_key_parameter<V> && wanted.key_parameter) result.key_parameter = d_beta.ref();
+    return result;
+  }
+  std::size_t workspace_bytes(Pass pass) const {
+    return LinAttn::workspace_size<T>(m_exec, variant(), m_case.problem, pass, m_options);
+  }
+  Plan plan(Pass pass) const {
+    return LinAttn::plan<T>(m_exec, variant(), m_case.problem, pass, m_options);
+  }
+
+  void forward() {
+    Arena<ExecSpace> arena(workspace_bytes(Pass::forward));
+    LinAttn::forward<T>(m_exec, variant(), inputs(), saved(), arena.workspace(), m_options);
+    m_exec.fence();
+    EXPECT_TRUE(arena.guards_intact()) << "forward wrote outside its workspace";
+  }
+  void backward(const Wanted& wanted = {}) {
+    Arena<ExecSpace> arena(workspace_bytes(Pass::backward), 5);
+    LinAttn::backward<T>(m_exec, variant(), inputs(), saved(), d_o.input(), gradients(wanted),
+                         arena.workspace(), m_options);
+    m_exec.fence();
+    EXPECT_TRUE(arena.guards_intact()) << "backward wrote outside its workspace";
+  }
+
+  /// All results; complains if anything else was touched.
+  Outcome<T> outcome(const Wanted& wanted = {}) {
+    Outcome<T> result;
+    result.o = o.get();
+    if (normalise()) result.denominator = denominator.get();
+    if (wanted.q) result.q = d_q.get();
+    if (wanted.k) result.k = d_k.get();
+    if (wanted.v) result.v = d_v.get();
+    if (wanted.query_parameter) result.alpha = d_alpha.get();
+    if (wanted.key_parameter) result.beta = d_beta.get();
+    EXPECT_TRUE(q.guards_intact() && k.guards_intact() && v.guards_intact() && o.guards_intact() &&
+                denominator.guards_intact() && d_o.guards_intact() && d_q.guards_intact() &&
+                d_k.guards_intact() && d_v.guards_intact() && d_alpha.guards_intact() &&
+                d_beta.guards_intact())
+        << "memory between or around the tensors was written";
+    return result;
+  }
+
+  PlacedTensor<T, 4, ExecSpace> q, k, v, o, d_o, d_q, d_k, d_v;
+  PlacedTensor<A, 3, ExecSpace> denominator;
+  PlacedTensor<double, 1, ExecSpace> alpha, beta, d_alpha, d_beta;
+
+ private:
+  const Case& m_case;
+  Options m_options;
+  ExecSpace m_exec;
+};
+
+/// Forward and backward of one case.
+template <class T, class ExecSpace, Variant V>
+Outcome<T> attend(const Case& c, const Options& options, const Arrangement& at = {},
+                  const Wanted& wanted = {}) {
+  Attention<T, ExecSpace, V> attention(c, options, at);
+  attention.forward();
+  attention.backward(wanted);
+  return attention.outcome(wanted);
+}
+
+/// Forward alone.
+template <class T, class ExecSpace, Variant V>
+std::vector<T> attend_forward(const Case& c, const Options& options) {
+  Attention<T, ExecSpace, V> attention(c, options);
+  attention.forward();
+  return attention.o.get();
+}
+
+// ---- the reference ------------------------------------------------------------------------------
+
+/// The reference's answer and the magnitudes of its terms.
+template <class Real>
+struct Expected {
+  std::vector<Real> o;
+  reference::GradientSet<Real> gradient;
+  reference::Magnitudes<Real> magnitude;
+};
+
+/// Smallest magnitude of an exponential feature below which type T resolves no more.
+template <class T>
+inline constexpr double underflow_floor = static_cast<double>(std::numeric_limits<T>::min()) /
+                                          (std::numeric_limits<T>::epsilon() / 2);
+
+template <class T, Variant V>
+Expected<oracle_t<T>> expected_of(const Case& c, const Options& options, double floor = 0) {
+  using Real = oracle_t<T>;
+  const auto converted = [](const std::vector<double>& x) {
+    return std::vector<Real>(x.begin(), x.end());
+  };
+  const auto settings = settings_of<V>(c, options);
+  const reference::Tensors<Real> tensors{converted(c.q), converted(c.k), converted(c.v)};
+  const auto d_o = converted(c.d_o);
+  return {reference::forward(c.problem, settings, tensors),
+          reference::backward(c.problem, settings, tensors, d_o),
+          reference::magnitudes(c.problem, settings, tensors, d_o, static_cast<Real>(floor))};
+}
+
+/// Largest error of each quantity in units of its bound, over a test.
+inline std::map<std::string, double>& worst_ratios() {
+  static std::map<std::string, double> ratios;
+  return ratios;
+}
+
+/// |found - expected| <= roundings u magnitude + u |expected| for every element, u the unit
+/// roundoff of T. `found` may be of a wider type than T (sums of parameters).
+template <class T, class Found, class Real>
+::testing::AssertionResult within_bounds(const char* name, const std::vector<Found>& found,
+                                         const std::vector<Real>& expected,
+                                         const std::vector<Real>& magnitude, double roundings) {
+  if (found.size() != expected.size() || magnitude.size() != expected.size())
+    return ::testing::AssertionFailure()
+           << name << " has " << found.size() << " elements, expected " << expected.size();
+  const Real u = std::numeric_limits<T>::epsilon() / 2;
+  double worst = 0;
+  std::size_t where = 0;
+  for (std::size_t n = 0; n < found.size(); ++n) {
+    const Real error = std::abs(static_cast<Real>(found[n]) - expected[n]);
+    if (error == 0) continue;
+    const Real bound = static_cast<Real>(roundings) * u * magnitude[n] + u * std::abs(expected[n]);
+    const double ratio = error <= bound ? static_cast<double>(error / bound)
+                                        : std::max(2.0, static_cast<double>(error / bound));
+    if (!(ratio <= worst)) {
+      worst = std::isnan(ratio) ? std::numeric_limits<double>::infinity() : ratio;
+      where = n;
+    }
+  }
+  double& seen = worst_ratios()[name];
+  seen = std::max(seen, worst);
+  if (worst <= 1) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure()
+         << name << ": worst is element " << where << " of " << found.size() << ": " << found[where]
+         << ", expected " << expected[where] << ", off by " << worst
+         << " times its bound (magnitude " << magnitude[where] << ", " << roundings
+         << " roundings)";
+}
+
+/// The engine's answer lies within the a-priori bounds of the reference's, element by element.
+/// \param run tokens that the engine adds up before it adds to a total: the chunk of its plan
+template <class T, Variant V>
+::testing::AssertionResult agrees(const Case& c, const Outcome<T>& found,
+                                  const Expected<oracle_t<T>>& expected, int run) {
+  const auto counts = reference::rounding_counts(
+      c.problem, reference::feature_roundings(reference::kernel_from_name(V::name)), run);
+  const auto& g = expected.gradient;
+  const auto& m = expected.magnitude;
+  for (const auto& result :
+       {within_bounds<T>("o", found.o, expected.o, m.o, counts.o),
+        within_bounds<T>("dq", found.q, g.q, m.q, counts.q),
+        within_bounds<T>("dk", found.k, g.k, m.k, counts.k),
+        within_bounds<T>("dv", found.v, g.v, m.v, counts.v),
+        within_bounds<T>("d alpha", found.alpha, g.alpha, m.alpha, counts.alpha),
+        within_bounds<T>("d beta", found.beta, g.beta, m.beta, counts.beta)})
+    if (!result) return result;
+  return ::testing::AssertionSuccess();
+}
+
+/// Runs the engine and holds it to the reference.
+template <class T, class ExecSpace, Variant V>
+::testing::AssertionResult engine_agrees(const Case& c, const Options& options,
+                                         const Arrangement& at = {}, double floor = 0) {
+  Attention<T, ExecSpace, V> attention(c, options, at);
+  attention.forward();
+  attention.backward();
+  return agrees<T, V>(c, attention.outcome(), expected_of<T, V>(c, options, floor),
+                      attention.plan(Pass::backward).chunk);
+}
+
+/// Prints, after each test, how near to their bounds its results came.
+class BoundedTest : public ::testing::Test {
+ protected:
+  void SetUp() override { worst_ratios().clear(); }
+  void TearDown() override {
+    if (worst_ratios().empty()) return;
+    std::cout << "[  error/bound ]";
+    for (const auto& [name, ratio] : worst_ratios()) std::cout << "  " << name << " " << ratio;
+    std::cout << std::endl;
+  }
+};
+
+inline std::string describe(const Problem& problem, const Options& options) {
+  std::string text = problem.to_string() + (options.causal ? " causal" : " full");
+  if (options.normalise) text += *options.normalise ? " normalised" : " plain";
+  return text + " scale=" + std::to_string(options.scale) +
+         " chunk=" + std::to_string(options.chunk) +
+         " segments=" + std::to_string(options.segments);
+}
+
+}  // namespace LinAttn::test_support
