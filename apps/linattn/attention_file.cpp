@@ -14,17 +14,32 @@ namespace {
                                         ", found ", found));
 }
 
-/// Whether the dataset is there, or the group has anything in it.
-bool is_present(const io::TensorFile& file, const std::string& path) {
+/// Something that the file has, that the layout does not know for the variant in effect.
+void require_known(const io::TensorFile& file, const std::string& path) {
   const auto& ignored = file.ignored();
-  return file.has(path) || !file.names(path).empty() ||
-         std::find(ignored.begin(), ignored.end(), path) != ignored.end();
+  if (std::find(ignored.begin(), ignored.end(), path) != ignored.end())
+    refuse(file, path, "nothing, because the variant in effect is not the file's", "a group");
 }
 
 void require_absent(const io::TensorFile& file, const std::string& path, const char* what) {
-  if (is_present(file, path))
+  if (!file.names(path).empty())
     refuse(file, path, detail::message("nothing, because this version does not support ", what),
-           file.names(path).empty() ? "a dataset" : "a group");
+           "a group");
+}
+
+/// Exponents as int64, whatever the type that stores them.
+io::Array exponents(const io::TensorFile& file, const std::string& path) {
+  constexpr double largest = 1 << 24;
+  const io::Array& stored = file.at(path);
+  const std::vector<double> values = stored.as<double>();
+  io::Array result(io::ElementType::i64, stored.extents());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (!(std::abs(values[i]) <= largest) || values[i] != std::floor(values[i]))
+      refuse(file, path, detail::message("integers of at most ", largest, " in size"),
+             detail::message(values[i], " as element ", i));
+    result.values<std::int64_t>()[i] = static_cast<std::int64_t>(values[i]);
+  }
+  return result;
 }
 
 std::vector<double> parameter_of(const io::TensorFile& file, const std::string& name,
@@ -59,15 +74,27 @@ void require_supported(const io::TensorFile& file, Use use) {
     refuse(file, "attribute 'moments' of /config",
            "alpha and beta, because this version does not match moments",
            file.config().values().at("moments").to_string());
-  require_absent(file, "/inputs/key_mask", "key masks");
-  require_absent(file, "/inputs/cu_seqlens_q", "packed sequences");
-  require_absent(file, "/inputs/state", "an initial state");
-  if (use != Use::forward) require_absent(file, "/cotangent/state", "cotangents of a state");
+  require_known(file, "/inputs/state");
+  if (use != Use::forward) require_known(file, "/cotangent/state");
   if (use != Use::verify) return;
-  require_absent(file, "/expected/state", "states");
-  require_absent(file, "/expected_grad/state", "gradients of a state");
   require_absent(file, "/expected/moments", "moments");
   require_absent(file, "/expected/diagnostics", "diagnostics");
+}
+
+std::optional<HostState> read_state(const io::TensorFile& file, const std::string& group) {
+  if (file.names(group).empty()) return {};
+  const Problem& p = file.problem();
+  const auto part = [&](const char* name, std::vector<std::int64_t> extents) {
+    const io::Array* array = file.find(group + "/" + name);
+    return array != nullptr ? *array : io::Array(io::ElementType::f64, std::move(extents));
+  };
+  const std::int64_t members = file.members();
+  HostState state{
+      part("S", {members, p.kv_heads, p.d, p.dv}), part("z", {members, p.kv_heads, p.d}), {}};
+  if (variant_info(file.variant()).has_shift)
+    state.shift = file.has(group + "/shift") ? exponents(file, group + "/shift")
+                                             : io::Array(io::ElementType::i64, state.z.extents());
+  return state;
 }
 
 Job make_job(const io::TensorFile& file, bool with_gradients) {
@@ -84,11 +111,23 @@ Job make_job(const io::TensorFile& file, bool with_gradients) {
   job.q = &file.q();
   job.k = &file.k();
   job.v = &file.v();
-  if (with_gradients) {
-    job.d_o = file.find("/cotangent/o");
-    if (job.d_o == nullptr)
-      refuse(file, "/cotangent/o", "a dataset with extents (B, H, Nq, Dv), which gradients need",
-             "nothing");
+  job.key_mask = file.find("/inputs/key_mask");
+  job.cu_seqlens_q = file.find("/inputs/cu_seqlens_q");
+  job.cu_seqlens_k = file.find("/inputs/cu_seqlens_k");
+  job.state = read_state(file, "/inputs/state");
+  if (!with_gradients) return job;
+
+  job.d_o = file.find("/cotangent/o");
+  if (job.d_o == nullptr)
+    refuse(file, "/cotangent/o", "a dataset with extents (B, H, Nq, Dv), which gradients need",
+           "nothing");
+  job.d_state = read_state(file, "/cotangent/state");
+  // The cotangent is with respect to S and z as the file expects them, so at their exponents.
+  if (job.d_state && info.has_shift && !file.has("/cotangent/state/shift")) {
+    if (!file.has("/expected/state/shift"))
+      refuse(file, "/cotangent/state/shift",
+             "the exponents of the state here or in /expected/state", "nothing");
+    job.d_state->shift = exponents(file, "/expected/state/shift");
   }
   return job;
 }

@@ -20,8 +20,12 @@ enum class Use { forward, forward_and_backward, verify };
 void require_supported(const io::TensorFile& file, Use use);
 
 /// The job that a supported file describes. Its arrays are the file's.
-/// \throws InvalidArgument if a cotangent or parameter is missing
+/// \throws InvalidArgument if a cotangent, a parameter or an exponent is missing or not a number
 Job make_job(const io::TensorFile& file, bool with_gradients);
+
+/// A state of the file ("/inputs/state", "/expected/state"); none if the group is absent. What a
+/// variant's state lacks is 0.
+std::optional<HostState> read_state(const io::TensorFile& file, const std::string& group);
 
 /// Whether the parameter of that name was given once for all heads.
 bool is_given_once(const io::TensorFile& file, const std::string& parameter);

@@ -67,6 +67,26 @@ Comparison compare(const std::string& quantity, const io::Array& expected, const
   return result;
 }
 
+io::Array rescaled(const io::Array& array, const io::Array& shift, const io::Array& to) {
+  std::vector<double> values = array.as<double>();
+  const auto from = shift.values<std::int64_t>(), target = to.values<std::int64_t>();
+  const std::size_t row = from.empty() ? 0 : values.size() / from.size();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const std::int64_t power =
+        std::clamp<std::int64_t>(from[i / row] - target[i / row], -10000, 10000);
+    values[i] = std::ldexp(values[i], static_cast<int>(power));
+  }
+  return io::Array(values, array.extents());
+}
+
+io::Array larger_shift(const io::Array& a, const io::Array& b) {
+  io::Array result = a;
+  const auto from = b.values<std::int64_t>();
+  const auto larger = result.values<std::int64_t>();
+  for (std::size_t i = 0; i < larger.size(); ++i) larger[i] = std::max(larger[i], from[i]);
+  return result;
+}
+
 double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::ElementType expected) {
   const bool wide = scalar == Scalar::f64;
   const double stored =
@@ -75,7 +95,8 @@ double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::Elemen
 }
 
 std::string symbol(const std::string& quantity) {
-  return quantity == "o" ? quantity : "d" + quantity;
+  if (quantity == "o" || quantity == "S" || quantity == "z") return quantity;
+  return "d" + (quantity.starts_with("state/") ? quantity.substr(6) : quantity);
 }
 
 std::string worst_element(const Comparison& c) {

@@ -14,7 +14,7 @@
 namespace LinAttn::app {
 
 struct Comparison {
-  std::string quantity;  ///< o, q, k, v or a parameter's name
+  std::string quantity;  ///< o, S, z, or the gradient of q, k, v, a parameter, state/S, state/z
   double error = 0;      ///< relative to the largest |expected|; absolute where all expected are 0
   double tolerance = 0;
   bool ok = true;
@@ -31,11 +31,17 @@ struct Comparison {
 Comparison compare(const std::string& quantity, const io::Array& expected, const io::Array& found,
                    double tolerance);
 
+/// Multiplies row r of an array by 2^(shift[r] - to[r]); a row is what one exponent belongs to.
+io::Array rescaled(const io::Array& array, const io::Array& shift, const io::Array& to);
+
+/// The larger of two exponents, element by element.
+io::Array larger_shift(const io::Array& a, const io::Array& b);
+
 /// The relative tolerance of a file for one precision, and at least 16 epsilon of the type that
 /// stores the expected values or the found ones.
 double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::ElementType expected);
 
-/// "o", "dq", "dk", "dalpha": heading of a quantity in tables.
+/// "o", "dq", "dalpha", "dS": heading of a quantity in tables.
 std::string symbol(const std::string& quantity);
 
 /// "[0, 3, 5, 1] expected 0.25, found 0.5".

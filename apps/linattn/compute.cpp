@@ -6,7 +6,7 @@
 #include <chrono>
 #include <exception>
 #include <limits>
-#include <linattn/attention.hpp>
+#include <linattn/linattn.hpp>
 #include <linattn/io/views.hpp>
 #include <linattn/variants.hpp>
 
@@ -41,6 +41,75 @@ View allocate(const char* name, Extents... extents) {
   }
 }
 
+/// Filled with NaN, so that an element which no kernel writes is seen.
+template <class View, class ExecSpace, class... Extents>
+View allocate_output(const ExecSpace& exec, const char* name, Extents... extents) {
+  const auto view = allocate<View>(name, extents...);
+  Kokkos::deep_copy(exec, view, std::numeric_limits<typename View::value_type>::quiet_NaN());
+  return view;
+}
+
+/// Rows of accumulator type and their exponents, where ExecSpace can reach them.
+template <class ExecSpace, class T>
+struct StateViews {
+  using Memory = typename ExecSpace::memory_space;
+  using Sums = Kokkos::View<accumulator_t<T>****, Kokkos::LayoutRight, Memory>;
+  using Rows = Kokkos::View<accumulator_t<T>***, Kokkos::LayoutRight, Memory>;
+  using Exponents = Kokkos::View<int***, Kokkos::LayoutRight, Memory>;
+
+  Sums S;
+  Rows z;
+  Exponents shift;
+  bool present = false;
+  bool has_shift = false;
+
+  StateViews() = default;
+
+  StateViews(const ExecSpace& exec, const char* name, const HostState& state)
+      : S(allocate<Sums>(name, state.S.extent(0), state.S.extent(1), state.S.extent(2),
+                         state.S.extent(3))),
+        z(allocate<Rows>(name, state.z.extent(0), state.z.extent(1), state.z.extent(2))),
+        present(true) {
+    io::copy_into(exec, state.S, S);
+    io::copy_into(exec, state.z, z);
+    if (!state.shift) return;
+    has_shift = true;
+    shift = allocate<Exponents>(name, z.extent(0), z.extent(1), z.extent(2));
+    const auto host = Kokkos::create_mirror_view(shift);
+    const auto values = state.shift->values<std::int64_t>();
+    std::transform(values.begin(), values.end(), host.data(),
+                   [](std::int64_t x) { return static_cast<int>(x); });
+    Kokkos::deep_copy(shift, host);
+  }
+
+  /// An output for `features` features.
+  StateViews(const ExecSpace& exec, const char* name, const Problem& p, std::int64_t features,
+             bool with_shift)
+      : S(allocate_output<Sums>(exec, name, p.sequences(), p.kv_heads, features, p.dv)),
+        z(allocate_output<Rows>(exec, name, p.sequences(), p.kv_heads, features)),
+        present(true),
+        has_shift(with_shift) {
+    if (with_shift) shift = allocate<Exponents>(name, p.sequences(), p.kv_heads, features);
+  }
+
+  State<ExecSpace, T> reference() const {
+    if (!present) return {};
+    State<ExecSpace, T> state{.S = S, .z = z};
+    if (has_shift) state.shift = shift;
+    return state;
+  }
+
+  HostState to_host(const ExecSpace& exec) const {
+    HostState state{io::to_array(exec, S), io::to_array(exec, z), {}};
+    if (!has_shift) return state;
+    const auto host = Kokkos::create_mirror_view(shift);
+    Kokkos::deep_copy(host, shift);
+    state.shift = io::Array(io::ElementType::i64, state.z.extents());
+    std::copy(host.data(), host.data() + host.size(), state.shift->values<std::int64_t>().begin());
+    return state;
+  }
+};
+
 /// Everything of a job that depends on space and precision but not on the variant.
 template <class ExecSpace, class T>
 struct Buffers {
@@ -48,33 +117,63 @@ struct Buffers {
   using Tensor = Kokkos::View<T****, Kokkos::LayoutRight, Memory>;
   using Rows = Kokkos::View<accumulator_t<T>***, Kokkos::LayoutRight, Memory>;
   using PerHead = Kokkos::View<double*, Memory>;
+  using Mask = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, Memory>;
 
   Tensor q, k, v, o, d_o, d_q, d_k, d_v;
   Rows denominator;
   PerHead query_parameter, key_parameter, d_query_parameter, d_key_parameter;
+  Mask key_mask;
+  StateViews<ExecSpace, T> first, last, d_first, d_last;  // states before and after the keys
 
-  Buffers(const ExecSpace& exec, const Job& job) {
+  Buffers(const ExecSpace& exec, const Job& job, const VariantInfo& info, std::int64_t features) {
     const Problem& p = job.problem;
     q = input(exec, "q", *job.q);
     k = input(exec, "k", *job.k);
     v = input(exec, "v", *job.v);
     query_parameter = parameter(exec, "query parameter", job.query_parameter);
     key_parameter = parameter(exec, "key parameter", job.key_parameter);
-    o = output<Tensor>(exec, "o", p.batch, p.heads, p.nq, p.dv);
+    if (job.key_mask != nullptr) {
+      key_mask = allocate<Mask>("key mask", p.batch, p.nk);
+      io::copy_into(exec, *job.key_mask, key_mask);
+    }
+    if (job.state) first = {exec, "initial state", *job.state};
+    if (job.wants_state) last = {exec, "final state", p, features, info.has_shift};
+    o = allocate_output<Tensor>(exec, "o", p.batch, p.heads, p.nq, p.dv);
     if (job.d_o == nullptr) return;
     d_o = input(exec, "cotangent of o", *job.d_o);
-    denominator = output<Rows>(exec, "denominators", p.batch, p.heads, p.nq);
-    d_q = output<Tensor>(exec, "gradient of q", p.batch, p.heads, p.nq, p.d);
-    d_k = output<Tensor>(exec, "gradient of k", p.batch, p.kv_heads, p.nk, p.d);
-    d_v = output<Tensor>(exec, "gradient of v", p.batch, p.kv_heads, p.nk, p.dv);
-    d_query_parameter =
-        output<PerHead>(exec, "gradient of the query parameter", job.query_parameter.size());
+    if (job.d_state) d_last = {exec, "cotangent of the final state", *job.d_state};
+    denominator = allocate_output<Rows>(exec, "denominators", p.batch, p.heads, p.nq);
+    d_q = allocate_output<Tensor>(exec, "gradient of q", p.batch, p.heads, p.nq, p.d);
+    d_k = allocate_output<Tensor>(exec, "gradient of k", p.batch, p.kv_heads, p.nk, p.d);
+    d_v = allocate_output<Tensor>(exec, "gradient of v", p.batch, p.kv_heads, p.nk, p.dv);
+    d_query_parameter = allocate_output<PerHead>(exec, "gradient of the query parameter",
+                                                 job.query_parameter.size());
     d_key_parameter =
-        output<PerHead>(exec, "gradient of the key parameter", job.key_parameter.size());
+        allocate_output<PerHead>(exec, "gradient of the key parameter", job.key_parameter.size());
+    if (job.state) d_first = {exec, "gradient of the initial state", p, features, false};
+  }
+
+  Inputs<ExecSpace, T> inputs(const Job& job) const {
+    Inputs<ExecSpace, T> inputs{.q = q, .k = k, .v = v};
+    if (job.key_mask != nullptr) inputs.key_mask = key_mask;
+    if (job.cu_seqlens_q != nullptr) {
+      inputs.cu_seqlens_q = offsets(*job.cu_seqlens_q);
+      inputs.cu_seqlens_k = offsets(*job.cu_seqlens_k);
+    }
+    inputs.state = first.reference().as_const();
+    return inputs;
+  }
+
+  Saved<ExecSpace, T> saved(const Job& job) const {
+    Saved<ExecSpace, T> saved{.o = o};
+    if (job.d_o != nullptr) saved.denominator = denominator;
+    saved.state = last.reference();
+    return saved;
   }
 
   Results results(const ExecSpace& exec, const Job& job, const VariantInfo& info) const {
-    Results results{io::to_array(exec, o), {}};
+    Results results{io::to_array(exec, o), {}, {}};
+    if (job.wants_state) results.state = last.to_host(exec);
     if (job.d_o == nullptr) return results;
     auto& gradients = results.gradients;
     gradients.push_back({"q", io::to_array(exec, d_q)});
@@ -84,6 +183,11 @@ struct Buffers {
       gradients.push_back({info.query_parameter, io::to_array(exec, d_query_parameter)});
     if (!info.key_parameter.empty())
       gradients.push_back({info.key_parameter, io::to_array(exec, d_key_parameter)});
+    if (d_first.present) {
+      HostState state = d_first.to_host(exec);
+      gradients.push_back({"state/S", std::move(state.S)});
+      gradients.push_back({"state/z", std::move(state.z)});
+    }
     return results;
   }
 
@@ -102,13 +206,8 @@ struct Buffers {
     return view;
   }
 
-  /// Filled with NaN, so that an element which no kernel writes is seen.
-  template <class View, class... Extents>
-  static View output(const ExecSpace& exec, const char* name, Extents... extents) {
-    const auto view = allocate<View>(name, extents...);
-    using Value = typename View::value_type;
-    Kokkos::deep_copy(exec, view, std::numeric_limits<Value>::quiet_NaN());
-    return view;
+  static SequenceOffsets offsets(const io::Array& array) {
+    return {array.values<std::int64_t>().data(), {array.size()}, {1}};
   }
 };
 
@@ -127,7 +226,9 @@ void run_pass(const ExecSpace& exec, int repeat, PassReport& report, const Pass&
 
 template <class T, class ExecSpace, class V>
 Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& execution) {
-  const Buffers<ExecSpace, T> buffers(exec, job);
+  const VariantInfo& info = variant_info(job.variant);
+  const std::int64_t features = feature_count(V{}.key_map(), job.problem.d);
+  const Buffers<ExecSpace, T> buffers(exec, job, info, features);
   const V variant = make_variant<V>(buffers.query_parameter, buffers.key_parameter);
   const Options options{.causal = job.causal,
                         .normalise = job.normalise,
@@ -151,21 +252,23 @@ Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& 
   const auto arena = allocate<Arena>("workspace", arena_bytes);
   Kokkos::deep_copy(exec, arena, static_cast<unsigned char>(0xff));  // NaN, whatever the type
 
-  const Inputs<ExecSpace, T> inputs{.q = buffers.q, .k = buffers.k, .v = buffers.v};
-  Saved<ExecSpace, T> saved{.o = buffers.o};
-  if (job.d_o != nullptr) saved.denominator = buffers.denominator;
+  const Inputs<ExecSpace, T> inputs = buffers.inputs(job);
+  const Saved<ExecSpace, T> saved = buffers.saved(job);
   run_pass(exec, execution.repeat, outcome.forward,
            [&] { forward<T>(exec, variant, inputs, saved, arena, options); });
   if (job.d_o != nullptr) {
+    const Cotangents<ExecSpace, T> cotangents{.o = buffers.d_o,
+                                              .state = buffers.d_last.reference().as_const()};
     Gradients<ExecSpace, T> gradients{.q = buffers.d_q, .k = buffers.d_k, .v = buffers.d_v};
     if constexpr (V::query_parameter != nullptr)
       gradients.query_parameter = buffers.d_query_parameter;
     if constexpr (V::key_parameter != nullptr) gradients.key_parameter = buffers.d_key_parameter;
+    gradients.state = buffers.d_first.reference();
     run_pass(exec, execution.repeat, *outcome.backward, [&] {
-      backward<T>(exec, variant, inputs, saved, buffers.d_o, gradients, arena, options);
+      backward<T>(exec, variant, inputs, saved, cotangents, gradients, arena, options);
     });
   }
-  outcome.results = buffers.results(exec, job, variant_info(job.variant));
+  outcome.results = buffers.results(exec, job, info);
   return outcome;
 }
 
@@ -188,8 +291,8 @@ const std::vector<VariantInfo>& variants() {
     const auto text = [](const char* name) { return std::string(name == nullptr ? "" : name); };
     std::vector<VariantInfo> infos;
     for_each_variant([&]<class V>(std::type_identity<V>) {
-      infos.push_back(
-          {V::name, V::normalise_by_default, text(V::query_parameter), text(V::key_parameter)});
+      infos.push_back({V::name, V::normalise_by_default, text(V::query_parameter),
+                       text(V::key_parameter), ScaledFeatureMap<key_map_t<V>>});
     });
     return infos;
   }();

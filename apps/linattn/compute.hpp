@@ -23,6 +23,7 @@ struct VariantInfo {
   bool normalise_by_default = true;
   std::string query_parameter;
   std::string key_parameter;
+  bool has_shift = false;  ///< its states have base-2 exponents
 };
 
 /// The variants of this build, in the order of the library's list.
@@ -34,7 +35,21 @@ const VariantInfo& variant_info(std::string_view name);
 /// Names of the parameters that variants have, each once.
 std::vector<std::string> parameter_names();
 
-/// One problem of attention. The arrays belong to the caller.
+struct NamedArray {
+  std::string name;
+  io::Array array;
+};
+
+/// Sums over keys, S (M,Hkv,R,Dv) and z (M,Hkv,R), or their cotangents; with int64 exponents shift
+/// (M,Hkv,R) for variants that have them.
+struct HostState {
+  io::Array S;
+  io::Array z;
+  std::optional<io::Array> shift;
+};
+
+/// One problem of attention. Arrays behind pointers belong to the caller; those that are null are
+/// absent.
 struct Job {
   std::string variant;
   Problem problem;
@@ -46,7 +61,13 @@ struct Job {
   const io::Array* q = nullptr;
   const io::Array* k = nullptr;
   const io::Array* v = nullptr;
-  const io::Array* d_o = nullptr;  ///< cotangent of o; none: no gradients
+  const io::Array* key_mask = nullptr;
+  const io::Array* cu_seqlens_q = nullptr;
+  const io::Array* cu_seqlens_k = nullptr;
+  std::optional<HostState> state;  ///< before the first key
+  bool wants_state = false;        ///< after the last key
+  const io::Array* d_o = nullptr;  ///< cotangent of o; without it there are no gradients
+  std::optional<HostState> d_state;
 };
 
 /// How to compute it.
@@ -58,15 +79,11 @@ struct Execution {
   int repeat = 0;    ///< timed runs after a first one; 0: the first one only
 };
 
-struct NamedArray {
-  std::string name;
-  io::Array array;
-};
-
-/// Output o and, where a cotangent was given, the gradients: q, k, v and one value per head for
-/// each parameter under the parameter's name.
+/// Output o and, where a cotangent was given, the gradients: q, k, v, one value per head for each
+/// parameter under the parameter's name, and state/S and state/z where there is an initial state.
 struct Results {
   io::Array o;
+  std::optional<HostState> state;
   std::vector<NamedArray> gradients;
 };
 

@@ -35,20 +35,30 @@ std::string reference_obstacle(const std::string& variant, const Problem& proble
   return {};
 }
 
+std::string reference_obstacle(const Job& job) {
+  if (job.state || job.d_state) return "the dense reference does not know states";
+  return reference_obstacle(job.variant, job.problem);
+}
+
 Results compute_reference(const Job& job) {
-  if (const std::string obstacle = reference_obstacle(job.variant, job.problem); !obstacle.empty())
+  if (const std::string obstacle = reference_obstacle(job); !obstacle.empty())
     throw InvalidArgument(obstacle);
   const Problem& p = job.problem;
-  const reference::Settings settings{.kernel = reference::kernel_from_name(job.variant),
-                                     .causal = job.causal,
-                                     .normalise = job.normalise,
-                                     .scale = job.scale,
-                                     .alpha = job.query_parameter,
-                                     .beta = job.key_parameter};
+  reference::Settings settings{.kernel = reference::kernel_from_name(job.variant),
+                               .causal = job.causal,
+                               .normalise = job.normalise,
+                               .scale = job.scale,
+                               .alpha = job.query_parameter,
+                               .beta = job.key_parameter};
+  if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
+  if (job.cu_seqlens_q != nullptr) {
+    settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();
+    settings.cu_seqlens_k = job.cu_seqlens_k->as<std::int64_t>();
+  }
   const reference::Tensors<double> tensors{job.q->as<double>(), job.k->as<double>(),
                                            job.v->as<double>()};
   Results results{
-      io::Array(reference::forward(p, settings, tensors), {p.batch, p.heads, p.nq, p.dv}), {}};
+      io::Array(reference::forward(p, settings, tensors), {p.batch, p.heads, p.nq, p.dv}), {}, {}};
   if (job.d_o == nullptr) return results;
 
   const auto d = reference::backward(p, settings, tensors, job.d_o->as<double>());

@@ -17,6 +17,9 @@ inline constexpr double largest_reference_work = 4e9;
 /// Why the reference cannot be had for this problem; empty if it can.
 std::string reference_obstacle(const std::string& variant, const Problem& problem);
 
+/// The same, states included.
+std::string reference_obstacle(const Job& job);
+
 /// Results of the dense reference in float64, in the order of compute().
 /// \throws InvalidArgument if there is an obstacle
 Results compute_reference(const Job& job);

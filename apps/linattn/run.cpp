@@ -27,6 +27,7 @@ struct RunOptions {
   ConfigOptions config;
   ExecutionOptions execution;
   bool backward = false;
+  bool state = false;
   bool check = false;
   int repeat = 5;
   std::string json;
@@ -105,6 +106,11 @@ void write_output(const RunOptions& options, const io::TensorFile& file, const R
   io::Writer writer(options.output);
   write_settings(options, file, writer);
   writer.write("/output/o", converted(results.o, scalar));
+  if (results.state) {
+    writer.write("/output/state/S", converted(results.state->S, scalar));
+    writer.write("/output/state/z", converted(results.state->z, scalar));
+    if (results.state->shift) writer.write("/output/state/shift", *results.state->shift);
+  }
   for (const NamedArray& gradient : results.gradients)
     writer.write("/output_grad/" + gradient.name, converted(stored_form(file, gradient), scalar));
   writer.commit();
@@ -138,6 +144,10 @@ std::string settings_text(const Job& job) {
   };
   parameter(info.query_parameter, job.query_parameter);
   parameter(info.key_parameter, job.key_parameter);
+  if (job.key_mask != nullptr) text += ", key mask";
+  if (job.cu_seqlens_q != nullptr)
+    text += ", " + std::to_string(job.problem.members) + " packed sequences";
+  if (job.state) text += ", initial state";
   return text;
 }
 
@@ -200,6 +210,9 @@ class Report {
     if (!info.query_parameter.empty())
       json["parameters"][info.query_parameter] = m_job.query_parameter;
     if (!info.key_parameter.empty()) json["parameters"][info.key_parameter] = m_job.key_parameter;
+    json["key_mask"] = m_job.key_mask != nullptr;
+    json["packed_sequences"] = m_job.cu_seqlens_q != nullptr ? m_job.problem.members : 0;
+    json["initial_state"] = m_job.state.has_value();
     json["space"] = to_string(m_execution.space);
     json["concurrency"] = m_threads;
     json["dtype"] = to_string(m_execution.scalar);
@@ -242,9 +255,10 @@ ExitStatus conclude(const RunOptions& options, const std::vector<Comparison>& co
 ExitStatus run(const RunOptions& options) {
   const JsonOutput json(options.json, {options.input, options.output});
   const io::TensorFile file = read_input(options);
-  const Job job = make_job(file, options.backward);
+  Job job = make_job(file, options.backward);
+  job.wants_state = options.state;
   const Execution execution = execution_of(options, file.q().type());
-  const std::string obstacle = reference_obstacle(job.variant, job.problem);
+  const std::string obstacle = reference_obstacle(job);
   if (options.check && !obstacle.empty()) throw InvalidArgument("--check: " + obstacle);
   require_writable(options);
 
@@ -290,6 +304,7 @@ void add_run(CLI::App& app, Action& action) {
       ->type_name("NAME");
   options->config.add_to(*command);
   command->add_flag("--backward", options->backward, "Also the gradients, given /cotangent/o");
+  command->add_flag("--state", options->state, "Also the state after the last key");
   options->execution.add_to(*command, std::string(to_string(default_space())),
                             "f64 for float64 files, else f32");
   command->add_flag(

@@ -54,34 +54,82 @@ io::Array in_form_of(const io::Array& expected, const io::Array& found) {
   return io::Array(sum_over_heads(found).as<double>(), expected.extents());
 }
 
-void compare_results(const io::TensorFile& file, const Results& results, const Execution& execution,
-                     std::vector<Row>& rows) {
-  const auto add = [&](const char* group, const NamedArray& found,
-                       const io::Tolerances& tolerances) {
-    const std::string dataset = detail::message(group, "/", found.name);
-    const io::Array* expected = file.find(dataset);
-    if (expected == nullptr) return;
-    rows.push_back({execution.space, execution.scalar, dataset,
-                    compare(found.name, *expected, in_form_of(*expected, found.array),
-                            tolerance_for(tolerances, execution.scalar, expected->type()))});
-  };
-  add("/expected", {"o", results.o}, file.expected_tolerances());
-  for (const NamedArray& gradient : results.gradients)
-    add("/expected_grad", gradient, file.gradient_tolerances());
-}
+class Comparer {
+ public:
+  Comparer(const io::TensorFile& file, const Execution& execution, std::vector<Row>& rows)
+      : m_file(file), m_execution(execution), m_rows(rows) {}
+
+  void compare_all(const Results& results) {
+    const io::Tolerances& tolerances = m_file.expected_tolerances();
+    if (m_file.has("/expected/o")) add("/expected/o", "o", results.o, tolerances);
+    if (const std::optional<HostState> expected = read_state(m_file, "/expected/state"))
+      add_state(*expected, *results.state, tolerances);
+    for (const std::string& name : m_file.names("/expected_grad")) add_gradient(name, results);
+    for (const std::string& name : m_file.names("/expected_grad/state"))
+      add_gradient("state/" + name, results);
+  }
+
+ private:
+  void add(const std::string& dataset, const std::string& quantity, const io::Array& found,
+           const io::Tolerances& tolerances) {
+    const io::Array& expected = m_file.at(dataset);
+    add(dataset, quantity, expected, in_form_of(expected, found), tolerances);
+  }
+
+  void add(const std::string& dataset, const std::string& quantity, const io::Array& expected,
+           const io::Array& found, const io::Tolerances& tolerances) {
+    const double tolerance =
+        tolerance_for(tolerances, m_execution.scalar, m_file.at(dataset).type());
+    m_rows.push_back({m_execution.space, m_execution.scalar, dataset,
+                      compare(quantity, expected, found, tolerance)});
+  }
+
+  /// States of one value can have different exponents: both go to the larger one.
+  void add_state(const HostState& expected, const HostState& found,
+                 const io::Tolerances& tolerances) {
+    const auto add_part = [&](const char* name, io::Array x, io::Array y) {
+      const std::string dataset = std::string("/expected/state/") + name;
+      if (!m_file.has(dataset)) return;
+      if (expected.shift) {
+        const io::Array common = larger_shift(*expected.shift, *found.shift);
+        x = rescaled(x, *expected.shift, common);
+        y = rescaled(y, *found.shift, common);
+      }
+      add(dataset, name, x, y, tolerances);
+    };
+    add_part("S", expected.S, found.S);
+    add_part("z", expected.z, found.z);
+  }
+
+  void add_gradient(const std::string& name, const Results& results) {
+    const std::string dataset = "/expected_grad/" + name;
+    for (const NamedArray& gradient : results.gradients)
+      if (gradient.name == name)
+        return add(dataset, name, gradient.array, m_file.gradient_tolerances());
+    throw InvalidArgument(m_file.file().string() + ": " + dataset +
+                          ": expected the gradient of something in the file, found a dataset");
+  }
+
+  const io::TensorFile& m_file;
+  const Execution& m_execution;
+  std::vector<Row>& m_rows;
+};
 
 /// \throws InvalidArgument if the file holds nothing that could be verified, or more than can be
 std::vector<Row> verify_file(const io::TensorFile& file, const VerifyOptions& options) {
   require_supported(file, Use::verify);
-  const bool gradients = !file.names("/expected_grad").empty();
-  if (!gradients && !file.has("/expected/o"))
+  const bool gradients =
+      !file.names("/expected_grad").empty() || !file.names("/expected_grad/state").empty();
+  const bool states = !file.names("/expected/state").empty();
+  if (!gradients && !states && !file.has("/expected/o"))
     throw InvalidArgument(file.file().string() +
                           ": /expected/o: expected a dataset to verify against, found nothing");
-  const Job job = make_job(file, gradients);
+  Job job = make_job(file, gradients);
+  job.wants_state = states;
   std::vector<Row> rows;
   for (const Execution& execution : executions(options.execution)) {
     try {
-      compare_results(file, compute(job, execution).results, execution, rows);
+      Comparer(file, execution, rows).compare_all(compute(job, execution).results);
     } catch (const InvalidArgument& error) {
       throw InvalidArgument(file.file().string() + ": " + error.what());
     }

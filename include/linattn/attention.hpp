@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <linattn/error.hpp>
+#include <linattn/call.hpp>
+#include <linattn/engine/engine.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
-#include <linattn/tensor.hpp>
 #include <linattn/variant.hpp>
 #include <linattn/workspace.hpp>
-#include <optional>
+#include <string>
 #include <type_traits>
 
 /// \file attention.hpp
@@ -24,90 +24,6 @@
 /// and plan give the same bits, whatever the number of threads.
 
 namespace LinAttn {
-
-/// Sums over keys that stand before the first key (initial) or after the last one (final), one for each
-/// sequence and key/value head: S (M,Hkv,R,Dv), z (M,Hkv,R), where M is the batch or the number of packed
-/// members. Maps with exponential growth (lln) also have shift (M,Hkv,R): the true sums are 2^shift S and
-/// 2^shift z, and gradients are with respect to S and z at that shift.
-template <class ExecSpace, class A, class I>
-struct BasicState {
-  TensorRef<A, 4, ExecSpace> S{};
-  TensorRef<A, 3, ExecSpace> z{};
-  TensorRef<I, 3, ExecSpace> shift{};
-
-  /// The same state where one is only read.
-  BasicState<ExecSpace, const A, const I> as_const() const { return {S, z, shift}; }
-};
-template <class ExecSpace, class T>
-using State = BasicState<ExecSpace, accumulator_t<T>, int>;
-template <class ExecSpace, class T>
-using ConstState = BasicState<ExecSpace, const accumulator_t<T>, const int>;
-
-/// Packed sequences: offsets (M+1) from 0 to Nq or Nk, in contiguous host memory.
-using SequenceOffsets = TensorRef<const std::int64_t, 1, Kokkos::DefaultHostExecutionSpace>;
-
-/// What attention reads: q (B,H,Nq,D), k (B,Hkv,Nk,D), v (B,Hkv,Nk,Dv).
-///
-/// Optional: `key_mask` (B,Nk), 1 where a key is visible; hidden keys are never read, take no part in any
-/// sum or maximum, and have gradient 0. `cu_seqlens_q` and `cu_seqlens_k`, together and with B = 1: each
-/// member attends inside itself. `state`: the sums over keys that come before.
-template <class ExecSpace, class T>
-struct Inputs {
-  TensorRef<const T, 4, ExecSpace> q{};
-  TensorRef<const T, 4, ExecSpace> k{};
-  TensorRef<const T, 4, ExecSpace> v{};
-  TensorRef<const std::uint8_t, 2, ExecSpace> key_mask{};
-  SequenceOffsets cu_seqlens_q{};
-  SequenceOffsets cu_seqlens_k{};
-  ConstState<ExecSpace, T> state{};
-};
-
-/// What forward() leaves: o (B,H,Nq,Dv) and, for a later backward(), the row sums of the weights
-/// (B,H,Nq) in accumulator precision. Nothing else is kept: O(N) numbers beside inputs and output.
-/// Leave `denominator` out where no gradient follows or rows are not normalised. `state`, if given,
-/// receives the sums after the last key; it may be the memory of the initial state.
-/// For lln the row sum is relative to the largest exponent of the row, which backward() finds again.
-template <class ExecSpace, class T>
-struct Saved {
-  TensorRef<T, 4, ExecSpace> o{};
-  TensorRef<accumulator_t<T>, 3, ExecSpace> denominator{};
-  State<ExecSpace, T> state{};
-
-  /// Bytes kept for the backward pass beside inputs and output.
-  static std::size_t bytes(const Problem& p) {
-    return static_cast<std::size_t>(p.batch * p.heads * p.nq) * sizeof(accumulator_t<T>);
-  }
-};
-
-/// What backward() starts from: dL/do (B,H,Nq,Dv) and, where a loss reads the final state, dL/dS and
-/// dL/dz of it (with the shift of the final state where there is one).
-template <class ExecSpace, class T>
-struct Cotangents {
-  TensorRef<const T, 4, ExecSpace> o{};
-  ConstState<ExecSpace, T> state{};
-};
-
-/// Where backward() writes: gradients of q, k, v in their extents, of the variant's parameters, summed
-/// over the batch (query_parameter (H), key_parameter (Hkv)), and of S and z of the initial state.
-/// Those left out are not computed.
-template <class ExecSpace, class T>
-struct Gradients {
-  TensorRef<T, 4, ExecSpace> q{};
-  TensorRef<T, 4, ExecSpace> k{};
-  TensorRef<T, 4, ExecSpace> v{};
-  TensorRef<double, 1, ExecSpace> query_parameter{};
-  TensorRef<double, 1, ExecSpace> key_parameter{};
-  State<ExecSpace, T> state{};
-};
-
-/// How to attend. backward() must be given what forward() was given.
-struct Options {
-  bool causal = false;              ///< query i sees keys j <= i + nk - nq, else all keys
-  std::optional<bool> normalise{};  ///< divide by the row sum; default: the variant's
-  double scale = 1.0;               ///< o = scale * sum_j w_ij v_j where rows are not normalised
-  int chunk = 0;                    ///< tokens of a chunk; 0: the plan decides
-  int segments = 0;                 ///< pieces of a sequence worked on at once; 0: the plan decides
-};
 
 /// How a pass of this problem will be cut into work.
 /// \throws InvalidArgument for extents, parameters or options that forward() would refuse
@@ -194,5 +110,120 @@ void backward(const ExecSpace& exec, const V& variant,
 
 }  // namespace LinAttn
 
-#include <linattn/engine/engine.hpp>
-#include <linattn/instantiations.hpp>
+// ---- definitions ----
+
+namespace LinAttn {
+
+template <class T, class ExecSpace, Variant V>
+Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
+          const Options& options) {
+  return detail::Call<T, ExecSpace, V>(exec, variant, problem, pass, options).plan();
+}
+
+template <class T, class ExecSpace, Variant V>
+std::size_t workspace_size(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
+                           const Options& options) {
+  return detail::Call<T, ExecSpace, V>(exec, variant, problem, pass, options).workspace_bytes();
+}
+
+template <class T, class ExecSpace, Variant V>
+void forward(const ExecSpace& exec, const V& variant,
+             const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+             const std::type_identity_t<Saved<ExecSpace, T>>& saved,
+             const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
+  const Problem p = detail::problem_of(inputs);
+  detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::forward, options);
+  detail::require_output("o", saved.o, {p.batch, p.heads, p.nq, p.dv});
+  if (saved.denominator.present())
+    detail::require_output("denominator", saved.denominator, {p.batch, p.heads, p.nq});
+  call.use_workspace(workspace);
+  call.bind(inputs, saved);
+  call.bind_state("final state", saved.state, call.arguments().last);
+  call.launch_forward();
+}
+
+template <class T, class ExecSpace, Variant V>
+void backward(const ExecSpace& exec, const V& variant,
+              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
+              const std::type_identity_t<Cotangents<ExecSpace, T>>& cotangents,
+              const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
+              const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
+  const Problem p = detail::problem_of(inputs);
+  detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::backward, options);
+  auto& args = call.arguments();
+  detail::require_shape("d_o", cotangents.o, {p.batch, p.heads, p.nq, p.dv});
+  if (args.normalise) {
+    detail::require_shape("saved o", saved.o, {p.batch, p.heads, p.nq, p.dv});
+    detail::require_shape("saved denominator", saved.denominator, {p.batch, p.heads, p.nq});
+  }
+  if (gradients.q.present())
+    detail::require_output("gradient of q", gradients.q, {p.batch, p.heads, p.nq, p.d});
+  if (gradients.k.present())
+    detail::require_output("gradient of k", gradients.k, {p.batch, p.kv_heads, p.nk, p.d});
+  if (gradients.v.present())
+    detail::require_output("gradient of v", gradients.v, {p.batch, p.kv_heads, p.nk, p.dv});
+  const auto require_parameter = [&](const char* side, const char* name, const auto& gradient,
+                                     std::int64_t heads) {
+    if (!gradient.present()) return;
+    if (!name)
+      throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " has no ", side,
+                                            " parameter to differentiate"));
+    detail::require_output(name, gradient, {heads});
+  };
+  require_parameter("query", V::query_parameter, gradients.query_parameter, p.heads);
+  require_parameter("key", V::key_parameter, gradients.key_parameter, p.kv_heads);
+  call.use_workspace(workspace);
+  call.bind(inputs, saved);
+  call.bind_state("cotangent of the final state", cotangents.state, args.last_cotangent);
+  if (gradients.state.S.present() || gradients.state.z.present()) {
+    if (!args.initial.present)
+      throw InvalidArgument("LinAttn: a gradient of the initial state is asked for, but there is none");
+    State<ExecSpace, T> target = gradients.state;
+    detail::require_output("gradient of S", target.S, {args.sequences, p.kv_heads, args.features, p.dv});
+    detail::require_output("gradient of z", target.z, {args.sequences, p.kv_heads, args.features});
+    args.initial_gradient.values = decltype(args.initial_gradient.values)(target.S);
+    args.initial_gradient.sums = decltype(args.initial_gradient.sums)(target.z);
+    args.initial_gradient.present = true;
+  }
+  args.d_o = decltype(args.d_o)(cotangents.o);
+  args.d_q = decltype(args.d_q)(gradients.q);
+  args.d_k = decltype(args.d_k)(gradients.k);
+  args.d_v = decltype(args.d_v)(gradients.v);
+  if (!gradients.query_parameter.present()) args.query_parameter_parts = nullptr;
+  if (!gradients.key_parameter.present()) args.key_parameter_parts = nullptr;
+  call.launch_backward(gradients);
+}
+
+namespace detail {
+template <class ExecSpace>
+auto allocate_workspace(const ExecSpace& exec, std::size_t bytes) {
+  using View = Kokkos::View<std::byte*, typename ExecSpace::memory_space>;
+  (void)exec;
+  return View(Kokkos::view_alloc(std::string("LinAttn::workspace"), Kokkos::WithoutInitializing), bytes);
+}
+}  // namespace detail
+
+template <class T, class ExecSpace, Variant V>
+void forward(const ExecSpace& exec, const V& variant,
+             const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+             const std::type_identity_t<Saved<ExecSpace, T>>& saved, const Options& options) {
+  const auto arena = detail::allocate_workspace(
+      exec, workspace_size<T>(exec, variant, detail::problem_of(inputs), Pass::forward, options));
+  forward<T>(exec, variant, inputs, saved, Workspace<ExecSpace>(arena), options);
+  detail::fence(exec, "LinAttn::forward::workspace_release");
+}
+
+template <class T, class ExecSpace, Variant V>
+void backward(const ExecSpace& exec, const V& variant,
+              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
+              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
+              const std::type_identity_t<Cotangents<ExecSpace, T>>& cotangents,
+              const std::type_identity_t<Gradients<ExecSpace, T>>& gradients, const Options& options) {
+  const auto arena = detail::allocate_workspace(
+      exec, workspace_size<T>(exec, variant, detail::problem_of(inputs), Pass::backward, options));
+  backward<T>(exec, variant, inputs, saved, cotangents, gradients, Workspace<ExecSpace>(arena), options);
+  detail::fence(exec, "LinAttn::backward::workspace_release");
+}
+
+}  // namespace LinAttn

@@ -5,8 +5,10 @@
 /// Everything of the core: include this, or the parts you need.
 
 #include <linattn/attention.hpp>
+#include <linattn/call.hpp>
 #include <linattn/error.hpp>
 #include <linattn/feature_map.hpp>
+#include <linattn/instantiations.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
 #include <linattn/state.hpp>

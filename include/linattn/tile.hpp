@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <linattn/engine/team.hpp>
+#include <linattn/team.hpp>
 #include <linattn/simd.hpp>
 #include <type_traits>
 #include <utility>

@@ -51,6 +51,9 @@ template <class ExecSpace, Variant V>
 std::int64_t validate_variant(const V& variant, const Problem& problem) {
   static_assert(ScaledFeatureMap<query_map_t<V>> == ScaledFeatureMap<key_map_t<V>>,
                 "LinAttn: query and key map must both be scaled maps or both not be");
+  static_assert(!(RowFeatureMap<query_map_t<V>> && ParameterizedFeatureMap<query_map_t<V>>) &&
+                    !(RowFeatureMap<key_map_t<V>> && ParameterizedFeatureMap<key_map_t<V>>),
+                "LinAttn: a row-wise map cannot have a differentiable parameter");
   if constexpr (ParameterizedFeatureMap<query_map_t<V>>)
     variant.query_map().template validate<ExecSpace>(V::query_parameter, problem.heads);
   if constexpr (ParameterizedFeatureMap<key_map_t<V>>)

@@ -636,14 +636,19 @@ class TensorFileParser {
 
   void read_state(const std::string& group, bool whole) {
     if (!enter_group(group)) return;
-    const bool needs_z = m_result.m_config.flag("normalise");
     for (const DatasetSpec& spec : m_variant->state) {
-      if (whole && spec.required && (spec.name != "z" || needs_z))
+      if (whole && spec.required && !is_idle(spec.name))
         load_required(group, spec);
       else
         load_if_present(group, spec);
     }
     note_ignored(group);
+  }
+
+  /// Whether the settings make this part of a state meaningless.
+  bool is_idle(std::string_view name) const {
+    return (name == "z" && !m_result.m_config.flag("normalise")) ||
+           (m_result.m_tied && (name == "ring_v" || name == "mV"));
   }
 
   void read_gradients() {

@@ -126,9 +126,9 @@ constexpr DatasetSpec affine_state[] = {
 
 constexpr DatasetSpec lavo_state[] = {
     {"ring_k", "M, Hkv, window, D", Type::floating, d, required},
-    {"ring_v", "M, Hkv, window, D", Type::floating, d},
+    {"ring_v", "M, Hkv, window, D", Type::floating, d, required},
     {"mK", "M, Hkv, r", Type::float64, d, required},
-    {"mV", "M, Hkv, r", Type::float64, d},
+    {"mV", "M, Hkv, r", Type::float64, d, required},
     {"W", "M", Type::float64, !d, required},
     {"position", "M", Type::int64, !d, required},
 };

@@ -71,6 +71,29 @@ TEST(Compare, NumbersThatAreNotFinite) {
             std::vector<std::int64_t>{0});
 }
 
+TEST(Compare, RowsOfOneExponent) {
+  const io::Array a = io::Array(std::vector<std::int64_t>{1, -5, 3}, {3});
+  const io::Array b = io::Array(std::vector<std::int64_t>{2, -7, 3}, {3});
+  const io::Array common = larger_shift(a, b);
+  EXPECT_EQ(common.as<std::int64_t>(), (std::vector<std::int64_t>{2, -5, 3}));
+  EXPECT_EQ(rescaled(array({1, 2, 3, 4, 5, 6}, {3, 2}), a, common).as<double>(),
+            (std::vector<double>{0.5, 1, 3, 4, 5, 6}));
+  EXPECT_EQ(rescaled(array({1, 2, 3}, {3}), b, common).as<double>(),
+            (std::vector<double>{1, 0.5, 3}));
+  const io::Array far = io::Array(std::vector<std::int64_t>{-(1 << 28)}, {1});
+  EXPECT_EQ(
+      rescaled(array({0}, {1}), far, io::Array(std::vector<std::int64_t>{0}, {1})).as<double>()[0],
+      0);
+}
+
+TEST(Symbol, OutputsAndGradients) {
+  EXPECT_EQ(symbol("o"), "o");
+  EXPECT_EQ(symbol("S"), "S");
+  EXPECT_EQ(symbol("k"), "dk");
+  EXPECT_EQ(symbol("alpha"), "dalpha");
+  EXPECT_EQ(symbol("state/z"), "dz");
+}
+
 TEST(Tolerance, NeverBelow16EpsilonOfTheStoredType) {
   const double f64 = std::numeric_limits<double>::epsilon(),
                f32 = std::numeric_limits<float>::epsilon();

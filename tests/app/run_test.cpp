@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
+#include <algorithm>
+#include <cmath>
 #include <linattn/io/reader.hpp>
 #include <string>
 #include <vector>
@@ -152,6 +154,93 @@ TEST_F(Run, OptionReplacesValuesPerHead) {
   EXPECT_EQ(output.datasets.at("/output_grad/alpha").extents(), Extents{});
   EXPECT_EQ(output.datasets.at("/config/beta").as<double>(), values(input, "/config/beta"));
   EXPECT_EQ(output.datasets.at("/output_grad/beta").extents(), Extents{2});
+}
+
+TEST_F(Run, StateGoesOutAndIn) {
+  // The first 16 of 29 tokens, their state, and the other 13 from there: the same as all at once.
+  const std::string whole = data("fixtures/extended/lln_causal_state_per_head.h5");
+  ASSERT_TRUE(succeeded(
+      run({"run", whole, file("whole.h5"), "--state", "--backward", "--json", file("run.json")})));
+  const Contents result = Contents::read(file("whole.h5"));
+  EXPECT_EQ(result.datasets.at("/output/state/shift").type(), io::ElementType::i64);
+  EXPECT_LT(relative_distance(values(whole, "/expected_grad/state/S"),
+                              result.datasets.at("/output_grad/state/S").as<double>()),
+            1e-11);
+  EXPECT_LT(relative_distance(values(whole, "/expected_grad/state/z"),
+                              result.datasets.at("/output_grad/state/z").as<double>()),
+            1e-11);
+  EXPECT_EQ(json("run.json")["initial_state"], true);
+  EXPECT_NE(json("run.json")["unchecked"].get<std::string>().find("states"), std::string::npos);
+
+  const Contents original = Contents::read(whole);
+  const auto part = [&](std::int64_t begin, std::int64_t end) {
+    Contents contents;
+    contents.attributes["/"]["variant"] = "lln";
+    contents.attributes["/config"] = original.attributes.at("/config");
+    for (const auto& [path, array] : original.datasets) {
+      if (path.starts_with("/config/")) contents.datasets.emplace(path, array);
+      if (path != "/inputs/q" && path != "/inputs/k" && path != "/inputs/v") continue;
+      Extents extents = array.extents();
+      const std::int64_t n = extents[2], row = extents[3];
+      extents[2] = end - begin;
+      io::Array piece(io::ElementType::f64, extents);
+      const auto from = array.values<double>();
+      const auto to = piece.values<double>();
+      for (std::int64_t head = 0; head < extents[0] * extents[1]; ++head)
+        std::copy_n(from.begin() + (head * n + begin) * row, extents[2] * row,
+                    to.begin() + head * extents[2] * row);
+      contents.datasets.emplace(path, piece);
+    }
+    return contents;
+  };
+  const auto give_state = [](Contents& contents, const Contents& source, const std::string& group) {
+    for (const char* name : {"S", "z", "shift"})
+      contents.datasets["/inputs/state/" + std::string(name)] = source.datasets.at(group + name);
+  };
+  Contents first = part(0, 16);
+  give_state(first, original, "/inputs/state/");
+  first.write(file("first.h5"));
+  ASSERT_TRUE(succeeded(run({"run", file("first.h5"), file("first_out.h5"), "--state"})));
+  Contents second = part(16, 29);
+  give_state(second, Contents::read(file("first_out.h5")), "/output/state/");
+  second.write(file("second.h5"));
+  ASSERT_TRUE(succeeded(run({"run", file("second.h5"), file("second_out.h5"), "--state"})));
+
+  const std::vector<double> all = values(whole, "/expected/o"),
+                            last = values(file("second_out.h5"), "/output/o");
+  std::vector<double> tail;
+  const std::size_t dv = original.datasets.at("/inputs/v").extents()[3];
+  for (std::size_t head = 0; head < all.size() / (29 * dv); ++head)
+    tail.insert(tail.end(), all.begin() + (head * 29 + 16) * dv,
+                all.begin() + (head + 1) * 29 * dv);
+  EXPECT_LT(relative_distance(tail, last), 1e-11);
+  const Contents end = Contents::read(file("second_out.h5"));
+  const auto true_sums = [](const Contents& contents) {
+    std::vector<double> sums = contents.datasets.at("/output/state/z").as<double>();
+    const auto shift = contents.datasets.at("/output/state/shift").as<std::int64_t>();
+    for (std::size_t i = 0; i < sums.size(); ++i)
+      sums[i] = std::ldexp(sums[i], static_cast<int>(shift[i]));
+    return sums;
+  };
+  EXPECT_LT(relative_distance(true_sums(result), true_sums(end)), 1e-11);
+}
+
+/// Masks and packing are checked against the reference, which knows them too.
+TEST_F(Run, MasksAndPackedSequences) {
+  for (const char* name : {"elu_full_key_mask", "lln_causal_key_mask_huge", "elu_causal_packed"}) {
+    const std::string input = data(std::string("fixtures/extended/") + name + ".h5");
+    const Result result =
+        run({"run", input, file("out.h5"), "--backward", "--json", file("run.json")});
+    ASSERT_TRUE(succeeded(result)) << name;
+    const auto json = this->json("run.json");
+    EXPECT_GE(json["check"].size(), 4u) << name;
+    const bool packed = std::string(name).find("packed") != std::string::npos;
+    EXPECT_EQ(json["key_mask"], !packed);
+    EXPECT_EQ(json["packed_sequences"].get<int>() > 0, packed);
+    EXPECT_LT(relative_distance(values(input, "/expected/o"), values(file("out.h5"), "/output/o")),
+              1e-11)
+        << name;
+  }
 }
 
 TEST_F(Run, RealData) {

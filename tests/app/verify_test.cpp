@@ -35,8 +35,7 @@ TEST_F(Verify, EverySpacePrecisionAndQuantity) {
   }
   std::set<std::string> enabled;
   const auto info = nlohmann::json::parse(run({"info", "--json", "-"}).out);
-  for (const auto& space : info["spaces"])
-    enabled.insert(space["name"]);
+  for (const auto& space : info["spaces"]) enabled.insert(space["name"]);
   EXPECT_EQ(spaces, enabled);
   EXPECT_EQ(seen.size(), enabled.size() * 2 * 6);
   EXPECT_EQ(json["files"][1]["comparisons"].size(), enabled.size() * 2 * 4);
@@ -92,6 +91,45 @@ TEST_F(Verify, OneChangedNumber) {
       EXPECT_EQ(c["worst"]["expected"].get<double>(), elements[change.element]);
     }
   }
+}
+
+/// States are compared as numbers: with other exponents and significands to match they are the
+/// same.
+TEST_F(Verify, States) {
+  const Contents original = Contents::read(data("fixtures/extended/lln_causal_state_per_head.h5"));
+  Contents contents = original;
+  contents.write(file("state.h5"));
+  const Result same = run({"verify", file("state.h5"), "--json", file("v.json")});
+  ASSERT_TRUE(succeeded(same));
+  std::set<std::string> datasets;
+  for (const auto& c : json("v.json")["files"][0]["comparisons"]) datasets.insert(c["dataset"]);
+  for (const char* dataset : {"/expected/state/S", "/expected/state/z", "/expected_grad/state/S",
+                              "/expected_grad/state/z"})
+    EXPECT_TRUE(datasets.contains(dataset)) << dataset;
+
+  // S, z (members, heads, features, ...): the cotangent of what is stored changes with the
+  // exponent.
+  const std::size_t dv = static_cast<std::size_t>(contents["/expected/state/S"].extent(3));
+  const double factor = 8;
+  contents["/expected/state/shift"].values<double>()[1] -= 3;
+  for (std::size_t j = 0; j < dv; ++j) {
+    contents["/expected/state/S"].values<double>()[dv + j] *= factor;
+    contents["/cotangent/state/S"].values<double>()[dv + j] /= factor;
+  }
+  contents["/expected/state/z"].values<double>()[1] *= factor;
+  contents["/cotangent/state/z"].values<double>()[1] /= factor;
+  contents.write(file("other.h5"));
+  EXPECT_TRUE(succeeded(run({"verify", file("other.h5")})));
+
+  contents = original;
+  contents["/expected/state/shift"].values<double>()[1] -= 3;
+  contents.write(file("wrong.h5"));
+  EXPECT_TRUE(complained(run({"verify", file("wrong.h5")}), 1, {"/expected/state/"}));
+  contents = original;
+  contents["/expected_grad/state/z"].values<double>()[4] += 1e-3;
+  contents.write(file("wrong.h5"));
+  EXPECT_TRUE(
+      complained(run({"verify", file("wrong.h5")}), 1, {"/expected_grad/state/z[0, 1, 1]"}));
 }
 
 TEST_F(Verify, NotANumberIsAFailure) {

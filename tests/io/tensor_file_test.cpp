@@ -648,14 +648,26 @@ TEST_F(LavoFileTest, TableOfBiases) {
       "extents (4, 5)");
 }
 
-// ---- states of lavo ----
-
-TEST_F(LavoFileTest, StatesAreFloat64) {
-  const auto refused = refusal(Content(content).with([](RawFile& raw) {
-    raw.ramp("/inputs/state/ring_k", {2, 2, 128, 6});
-    raw.ramp("/inputs/state/mK", {2, 2, 3}, H5T_IEEE_F32LE);
-  }));
-  EXPECT_EQ(refused, "/inputs/state/mK: expected float64, found float32");
+TEST_F(LavoFileTest, States) {
+  content.config("window", 4);
+  content.ramp("/inputs/state/ring_k", {2, 2, 4, 6})
+      .ramp("/inputs/state/ring_v", {2, 2, 4, 6})
+      .ramp("/inputs/state/mK", {2, 2, 3})
+      .ramp("/inputs/state/W", {2});
+  EXPECT_EQ(refusal(content),
+            "/inputs/state/mV: expected a dataset with extents (M, Hkv, r), found nothing");
+  content.with([](RawFile& raw) {
+    const std::int64_t position[] = {3, 3};
+    raw.raw("/inputs/state/position", H5T_STD_I64LE, {2}, position);
+  });
+  EXPECT_TRUE(read(Content(content).ramp("/inputs/state/mV", {2, 2, 3})).has("/inputs/state/mV"));
+  EXPECT_EQ(refusal(Content(content).with([](RawFile& raw) {
+              raw.ramp("/inputs/state/mV", {2, 2, 3}, H5T_IEEE_F32LE);
+            })),
+            "/inputs/state/mV: expected float64, found float32");
+  content.ramps.erase("/inputs/v");
+  content.ramps.erase("/inputs/state/ring_v");
+  EXPECT_FALSE(read(content.config("tied", 1)).has("/inputs/state/mV"));
 }
 
 }  // namespace

@@ -286,6 +286,21 @@ TEST(ReferenceBoundsByHand, Magnitudes) {
   EXPECT_TRUE(near(magnitude.k[3], 2 * second, 1e-12));
 }
 
+TEST(ReferenceBoundsByHand, ExponentsCountTheRoundingsOfTheirArgument) {
+  const Problem one{.batch = 1, .heads = 1, .kv_heads = 1, .nq = 1, .nk = 1, .d = 1, .dv = 1};
+  // chi = 1 + |2 * 3| + |0.5 * -8|, for the numerator and for the denominator.
+  const Case<double> lln{
+      one, {.kernel = Kernel::lln, .alpha = {2}, .beta = {0.5}}, {{3}, {-8}, {-7}}, {1}};
+  EXPECT_TRUE(near(lln.magnitudes().o[0], 2 * 11 * 7, 1e-12));
+  // chi = 1 + 3, the exponent of the smaller feature; above 0 there is none.
+  Case<double> elu{one, {.kernel = Kernel::elu, .normalise = false}, {{-3}, {1}, {-7}}, {1}};
+  EXPECT_TRUE(near(elu.magnitudes().o[0], 4 * 2 * std::exp(-3.0) * 7, 1e-14));
+  elu.tensors.k = {-5};
+  EXPECT_TRUE(near(elu.magnitudes().o[0], 6 * std::exp(-8.0) * 7, 1e-14));
+  elu.tensors.q = elu.tensors.k = {1};
+  EXPECT_TRUE(near(elu.magnitudes().o[0], 4 * 7, 1e-14));
+}
+
 TEST(ReferenceBoundsByHand, FloorBringsUnderflowIn) {
   // The second key has the relative weight e^-200, nothing in float, and 1e-30 with the floor.
   Case<double> c{{.batch = 1, .heads = 1, .kv_heads = 1, .nq = 1, .nk = 2, .d = 1, .dv = 1},

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <iostream>
 #include <limits>
-#include <linattn/attention.hpp>
+#include <linattn/linattn.hpp>
 #include <linattn/reference/bounds.hpp>
 #include <linattn/reference/dense.hpp>
 #include <linattn/variants.hpp>

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <Kokkos_Core.hpp>
-#include <linattn/attention.hpp>
+#include <linattn/linattn.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/variants.hpp>
 

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <Kokkos_Core.hpp>
-#include <linattn/attention.hpp>
+#include <linattn/linattn.hpp>
 #include <linattn/variants.hpp>
 #include <string>
 #include <type_traits>

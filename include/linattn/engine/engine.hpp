@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <linattn/attention.hpp>
+#include <linattn/call.hpp>
 #include <linattn/engine/arguments.hpp>
 #include <linattn/engine/scan.hpp>
 #include <linattn/engine/walker.hpp>
+#include <linattn/variant.hpp>
+#include <linattn/workspace.hpp>
+#include <utility>
 
 /// \file engine.hpp
-/// From a public call to kernels: checks, plan, workspace, launches.
+/// From the arguments of a public call to kernels: checks, plan, workspace, launches.
 
 namespace LinAttn::detail {
 
@@ -421,119 +424,3 @@ void Call<T, ExecSpace, V>::bind_state(const char* name, const StateRef& state, 
 }
 
 }  // namespace LinAttn::detail
-
-namespace LinAttn {
-
-template <class T, class ExecSpace, Variant V>
-Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
-          const Options& options) {
-  return detail::Call<T, ExecSpace, V>(exec, variant, problem, pass, options).plan();
-}
-
-template <class T, class ExecSpace, Variant V>
-std::size_t workspace_size(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
-                           const Options& options) {
-  return detail::Call<T, ExecSpace, V>(exec, variant, problem, pass, options).workspace_bytes();
-}
-
-template <class T, class ExecSpace, Variant V>
-void forward(const ExecSpace& exec, const V& variant,
-             const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
-             const std::type_identity_t<Saved<ExecSpace, T>>& saved,
-             const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
-  const Problem p = detail::problem_of(inputs);
-  detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::forward, options);
-  detail::require_output("o", saved.o, {p.batch, p.heads, p.nq, p.dv});
-  if (saved.denominator.present())
-    detail::require_output("denominator", saved.denominator, {p.batch, p.heads, p.nq});
-  call.use_workspace(workspace);
-  call.bind(inputs, saved);
-  call.bind_state("final state", saved.state, call.arguments().last);
-  call.launch_forward();
-}
-
-template <class T, class ExecSpace, Variant V>
-void backward(const ExecSpace& exec, const V& variant,
-              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
-              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
-              const std::type_identity_t<Cotangents<ExecSpace, T>>& cotangents,
-              const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
-              const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
-  const Problem p = detail::problem_of(inputs);
-  detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::backward, options);
-  auto& args = call.arguments();
-  detail::require_shape("d_o", cotangents.o, {p.batch, p.heads, p.nq, p.dv});
-  if (args.normalise) {
-    detail::require_shape("saved o", saved.o, {p.batch, p.heads, p.nq, p.dv});
-    detail::require_shape("saved denominator", saved.denominator, {p.batch, p.heads, p.nq});
-  }
-  if (gradients.q.present())
-    detail::require_output("gradient of q", gradients.q, {p.batch, p.heads, p.nq, p.d});
-  if (gradients.k.present())
-    detail::require_output("gradient of k", gradients.k, {p.batch, p.kv_heads, p.nk, p.d});
-  if (gradients.v.present())
-    detail::require_output("gradient of v", gradients.v, {p.batch, p.kv_heads, p.nk, p.dv});
-  const auto require_parameter = [&](const char* side, const char* name, const auto& gradient,
-                                     std::int64_t heads) {
-    if (!gradient.present()) return;
-    if (!name)
-      throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " has no ", side,
-                                            " parameter to differentiate"));
-    detail::require_output(name, gradient, {heads});
-  };
-  require_parameter("query", V::query_parameter, gradients.query_parameter, p.heads);
-  require_parameter("key", V::key_parameter, gradients.key_parameter, p.kv_heads);
-  call.use_workspace(workspace);
-  call.bind(inputs, saved);
-  call.bind_state("cotangent of the final state", cotangents.state, args.last_cotangent);
-  if (gradients.state.S.present() || gradients.state.z.present()) {
-    if (!args.initial.present)
-      throw InvalidArgument("LinAttn: a gradient of the initial state is asked for, but there is none");
-    State<ExecSpace, T> target = gradients.state;
-    detail::require_output("gradient of S", target.S, {args.sequences, p.kv_heads, args.features, p.dv});
-    detail::require_output("gradient of z", target.z, {args.sequences, p.kv_heads, args.features});
-    args.initial_gradient.values = decltype(args.initial_gradient.values)(target.S);
-    args.initial_gradient.sums = decltype(args.initial_gradient.sums)(target.z);
-    args.initial_gradient.present = true;
-  }
-  args.d_o = decltype(args.d_o)(cotangents.o);
-  args.d_q = decltype(args.d_q)(gradients.q);
-  args.d_k = decltype(args.d_k)(gradients.k);
-  args.d_v = decltype(args.d_v)(gradients.v);
-  if (!gradients.query_parameter.present()) args.query_parameter_parts = nullptr;
-  if (!gradients.key_parameter.present()) args.key_parameter_parts = nullptr;
-  call.launch_backward(gradients);
-}
-
-namespace detail {
-template <class ExecSpace>
-auto allocate_workspace(const ExecSpace& exec, std::size_t bytes) {
-  using View = Kokkos::View<std::byte*, typename ExecSpace::memory_space>;
-  (void)exec;
-  return View(Kokkos::view_alloc(std::string("LinAttn::workspace"), Kokkos::WithoutInitializing), bytes);
-}
-}  // namespace detail
-
-template <class T, class ExecSpace, Variant V>
-void forward(const ExecSpace& exec, const V& variant,
-             const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
-             const std::type_identity_t<Saved<ExecSpace, T>>& saved, const Options& options) {
-  const auto arena = detail::allocate_workspace(
-      exec, workspace_size<T>(exec, variant, detail::problem_of(inputs), Pass::forward, options));
-  forward<T>(exec, variant, inputs, saved, Workspace<ExecSpace>(arena), options);
-  detail::fence(exec, "LinAttn::forward::workspace_release");
-}
-
-template <class T, class ExecSpace, Variant V>
-void backward(const ExecSpace& exec, const V& variant,
-              const std::type_identity_t<Inputs<ExecSpace, T>>& inputs,
-              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
-              const std::type_identity_t<Cotangents<ExecSpace, T>>& cotangents,
-              const std::type_identity_t<Gradients<ExecSpace, T>>& gradients, const Options& options) {
-  const auto arena = detail::allocate_workspace(
-      exec, workspace_size<T>(exec, variant, detail::problem_of(inputs), Pass::backward, options));
-  backward<T>(exec, variant, inputs, saved, cotangents, gradients, Workspace<ExecSpace>(arena), options);
-  detail::fence(exec, "LinAttn::backward::workspace_release");
-}
-
-}  // namespace LinAttn

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <linattn/engine/arguments.hpp>
-#include <linattn/engine/team.hpp>
+#include <linattn/team.hpp>
 #include <linattn/feature_map.hpp>
 #include <linattn/state.hpp>
 #include <linattn/tile.hpp>
@@ -823,10 +823,13 @@ class Walker {
   /// An overflowed denominator must not pass as a row of zeros.
   KOKKOS_FUNCTION static A divisor(A s) { return s - s == A(0) ? s : s - s; }
 
-  /// What a row is multiplied by: 1 / s, or the scale without normalisation.
-  KOKKOS_FUNCTION static A row_factor(bool normalise, A row_scale) {
-    return normalise ? A(1) / row_scale : row_scale;
-  }
+  /// x / s, or x times the scale without normalisation; 1 / s could overflow where x / s does not.
+  struct RowScale {
+    A factor, divisor;
+    KOKKOS_FUNCTION RowScale(bool normalise, A row_scale)
+        : factor(normalise ? A(1) : row_scale), divisor(normalise ? row_scale : A(1)) {}
+    KOKKOS_FORCEINLINE_FUNCTION A operator()(A x) const { return x * factor / divisor; }
+  };
 
   LINATTN_OUTLINE KOKKOS_FUNCTION void write_output(Chunk rows, std::int64_t g, bool with_chunk) {
     const std::int64_t head = query_head(g);
@@ -856,10 +859,10 @@ class Walker {
           m_team, rows.rows - first, m_args.dv,
           [=](int r) { return !(normalise && row_scale[first + r] == A(0)); },
           [=](int r) {
-            const A factor = row_factor(normalise, row_scale[first + r]);
+            const RowScale scale(normalise, row_scale[first + r]);
             const A* from = out + (first + r) * ld;
             T* to = o + r * row;
-            return [=](int j) { to[j * element] = static_cast<T>(from[j] * factor); };
+            return [=](int j) { to[j * element] = static_cast<T>(scale(from[j])); };
           },
           [=](int r) { return [=](int j) { o[r * row + j * element] = T(0); }; });
     });
@@ -894,10 +897,10 @@ class Walker {
           m_team, rows.rows, m_args.dv,
           [=](int i) { return i >= first && !(normalise && row_scale[i] == A(0)); },
           [=](int i) {
-            const A factor = row_factor(normalise, row_scale[i]);
+            const RowScale scale(normalise, row_scale[i]);
             const T* from = d_o + (i - first) * row;
             A* to = cotangents + i * ld;
-            return [=](int j) { to[j] = static_cast<A>(from[j * element]) * factor; };
+            return [=](int j) { to[j] = scale(static_cast<A>(from[j * element])); };
           },
           [=](int i) { return [=](int j) { cotangents[i * ld + j] = A(0); }; });
     });

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <linattn/problem.hpp>
+#include <linattn/tensor.hpp>
+#include <optional>
+#include <type_traits>
+
+/// \file call.hpp
+/// What the public calls of attention.hpp take and give.
+
+namespace LinAttn {
+
+/// Sums over keys that stand before the first key (initial) or after the last one (final), one for each
+/// sequence and key/value head: S (M,Hkv,R,Dv), z (M,Hkv,R), where M is the batch or the number of packed
+/// members. Maps with exponential growth (lln) also have shift (M,Hkv,R): the true sums are 2^shift S and
+/// 2^shift z, and gradients are with respect to S and z at that shift.
+template <class ExecSpace, class A, class I>
+struct BasicState {
+  TensorRef<A, 4, ExecSpace> S{};
+  TensorRef<A, 3, ExecSpace> z{};
+  TensorRef<I, 3, ExecSpace> shift{};
+
+  /// The same state where one is only read.
+  BasicState<ExecSpace, const A, const I> as_const() const { return {S, z, shift}; }
+};
+template <class ExecSpace, class T>
+using State = BasicState<ExecSpace, accumulator_t<T>, int>;
+template <class ExecSpace, class T>
+using ConstState = BasicState<ExecSpace, const accumulator_t<T>, const int>;
+
+/// Packed sequences: offsets (M+1) from 0 to Nq or Nk, in contiguous host memory.
+using SequenceOffsets = TensorRef<const std::int64_t, 1, Kokkos::DefaultHostExecutionSpace>;
+
+/// What attention reads: q (B,H,Nq,D), k (B,Hkv,Nk,D), v (B,Hkv,Nk,Dv).
+///
+/// Optional: `key_mask` (B,Nk), 1 where a key is visible; hidden keys are never read, take no part in any
+/// sum or maximum, and have gradient 0. `cu_seqlens_q` and `cu_seqlens_k`, together and with B = 1: each
+/// member attends inside itself. `state`: the sums over keys that come before.
+template <class ExecSpace, class T>
+struct Inputs {
+  TensorRef<const T, 4, ExecSpace> q{};
+  TensorRef<const T, 4, ExecSpace> k{};
+  TensorRef<const T, 4, ExecSpace> v{};
+  TensorRef<const std::uint8_t, 2, ExecSpace> key_mask{};
+  SequenceOffsets cu_seqlens_q{};
+  SequenceOffsets cu_seqlens_k{};
+  ConstState<ExecSpace, T> state{};
+};
+
+/// What forward() leaves: o (B,H,Nq,Dv) and, for a later backward(), the row sums of the weights
+/// (B,H,Nq) in accumulator precision. Nothing else is kept: O(N) numbers beside inputs and output.
+/// backward() reads `o` and `denominator` of normalised rows only. Leave `denominator` out where no gradient follows or rows are not normalised. `state`, if given,
+/// receives the sums after the last key; it may be the memory of the initial state.
+/// For lln the row sum is relative to the largest exponent of the row, which backward() finds again.
+template <class ExecSpace, class T>
+struct Saved {
+  TensorRef<T, 4, ExecSpace> o{};
+  TensorRef<accumulator_t<T>, 3, ExecSpace> denominator{};
+  State<ExecSpace, T> state{};
+
+  /// Bytes kept for the backward pass beside inputs and output.
+  static std::size_t bytes(const Problem& p) {
+    return static_cast<std::size_t>(p.batch * p.heads * p.nq) * sizeof(accumulator_t<T>);
+  }
+};
+
+/// What backward() starts from: dL/do (B,H,Nq,Dv) and, where a loss reads the final state, dL/dS and
+/// dL/dz of it (with the shift of the final state where there is one).
+template <class ExecSpace, class T>
+struct Cotangents {
+  TensorRef<const T, 4, ExecSpace> o{};
+  ConstState<ExecSpace, T> state{};
+};
+
+/// Where backward() writes: gradients of q, k, v in their extents, of the variant's parameters, summed
+/// over the batch (query_parameter (H), key_parameter (Hkv)), and of S and z of the initial state.
+/// Those left out are not computed. Of `state` the shift is ignored: S and z are those at the shift of
+/// the initial state.
+template <class ExecSpace, class T>
+struct Gradients {
+  TensorRef<T, 4, ExecSpace> q{};
+  TensorRef<T, 4, ExecSpace> k{};
+  TensorRef<T, 4, ExecSpace> v{};
+  TensorRef<double, 1, ExecSpace> query_parameter{};
+  TensorRef<double, 1, ExecSpace> key_parameter{};
+  State<ExecSpace, T> state{};
+};
+
+/// How to attend. backward() must be given what forward() was given.
+struct Options {
+  bool causal = false;              ///< query i sees keys j <= i + nk - nq, else all keys
+  std::optional<bool> normalise{};  ///< divide by the row sum; default: the variant's
+  double scale = 1.0;               ///< o = scale * sum_j w_ij v_j where rows are not normalised
+  int chunk = 0;                    ///< tokens of a chunk; 0: the plan decides
+  int segments = 0;                 ///< pieces of a sequence worked on at once; 0: the plan decides
+};
+
+}  // namespace LinAttn
