@@ -13,7 +13,7 @@ namespace LinAttn {
 
 /// Bytes that kernels of ExecSpace may scribble on, given by the caller.
 ///
-/// Made from a rank-1 View of a one-byte type; workspace_size() says how many bytes a call needs.
+/// Made from a contiguous rank-1 View of a one-byte type; workspace_size() says how many bytes a call needs.
 /// The contents before a call do not matter and after it are unspecified: nothing passes from forward
 /// to backward through it. Two calls that may run at
 /// the same time need two workspaces.
@@ -34,6 +34,9 @@ class Workspace {
     static_assert(
         bool(Kokkos::SpaceAccessibility<ExecSpace, typename View::memory_space>::accessible),
         "LinAttn: the workspace lives in memory that the execution space cannot access");
+    if (!bytes.span_is_contiguous())
+      throw InvalidArgument(detail::message("LinAttn: a workspace must be contiguous, found stride ",
+                                            bytes.stride(0), " of ", bytes.extent(0), " bytes"));
     m_data = reinterpret_cast<std::byte*>(bytes.data());
     m_size = static_cast<std::size_t>(bytes.span());
   }

@@ -95,6 +95,19 @@ TEST_F(Refusals, FullStandardOutput) {
   EXPECT_TRUE(complained(run({"--help"}, {}, "/dev/full"), 2, {"standard output"}));
 }
 
+TEST_F(Refusals, FullDisk) {
+  ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--nq", "300", "--d", "8"})));
+  const Arguments attention{"run", file("in.h5"), file("out.h5"), "--variant", "elu"};
+  EXPECT_TRUE(complained(run_on_full_disk(attention, 8), 2, {file("out.h5"), "cannot be written"}));
+  EXPECT_TRUE(
+      complained(run_on_full_disk({"generate", file("out.h5"), "--nq", "300", "--d", "8"}, 8), 2,
+                 {file("out.h5"), "cannot be written"}));
+  EXPECT_TRUE(complained(run_on_full_disk({"info", "--json", file("info.json")}, 1), 2,
+                         {file("info.json"), "cannot be written"}));
+  EXPECT_EQ(files(), Strings{"in.h5"});
+  EXPECT_TRUE(succeeded(run_on_full_disk(attention, 1000)));
+}
+
 TEST_F(Refusals, OldOutputSurvivesAFailure) {
   Contents contents = small_input();
   contents.write(file("in.h5"));

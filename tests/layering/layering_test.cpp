@@ -38,7 +38,8 @@ const std::vector<Layer>& layers() {
       {"base", std::regex("include/linattn/(config|kokkos_compat|tensor|workspace|simd)\\.hpp"),
        base},
       {"parts",
-       std::regex("include/linattn/(call|plan|team|tile|state|mask|normaliser|feature_map|variant)\\.hpp"),
+       std::regex(
+           "include/linattn/(call|plan|team|tile|state|mask|normaliser|feature_map|variant)\\.hpp"),
        parts},
       {"engine", std::regex("include/linattn/engine/.*"), {"rules", "base", "parts", "engine"}},
       {"local softmax",

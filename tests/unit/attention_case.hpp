@@ -14,6 +14,7 @@
 #include <linattn/reference/dense.hpp>
 #include <linattn/variants.hpp>
 #include <map>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -39,12 +40,42 @@ inline constexpr bool has_key_parameter = V::key_parameter != nullptr;
 template <Variant V>
 inline constexpr bool is_scaled = ScaledFeatureMap<key_map_t<V>>;
 
+/// Sums over keys, row-major: S (M,Hkv,R,Dv), z (M,Hkv,R), shift (M,Hkv,R) of scaled maps.
+struct StateValues {
+  std::vector<double> S, z;
+  std::vector<int> shift;
+};
+
 /// The numbers of one call, row-major and exactly representable in the scalar of the call.
 struct Case {
   Problem problem;
   std::vector<double> q, k, v, d_o;
   std::vector<double> alpha, beta;  ///< parameters by head; empty where the variant has none
+
+  std::vector<std::uint8_t> key_mask;                    ///< (B,Nk), or empty
+  std::vector<std::int64_t> cu_seqlens_q, cu_seqlens_k;  ///< offsets of packed members, or empty
+  std::optional<StateValues> initial;                    ///< state before the first key
+  std::optional<StateValues> last_cotangent;  ///< S and z only: dL / d(state after the last key)
+  bool wants_last = false;                    ///< whether the state after the last key is wanted
 };
+
+/// Makes a case one of packed members with these numbers of queries and keys.
+inline void pack(Case& c, const std::vector<std::int64_t>& queries,
+                 const std::vector<std::int64_t>& keys) {
+  const auto offsets = [](const std::vector<std::int64_t>& extents) {
+    std::vector<std::int64_t> result{0};
+    for (const std::int64_t extent : extents) result.push_back(result.back() + extent);
+    return result;
+  };
+  const auto longest = [](const std::vector<std::int64_t>& extents) {
+    return extents.empty() ? 0 : *std::max_element(extents.begin(), extents.end());
+  };
+  c.cu_seqlens_q = offsets(queries);
+  c.cu_seqlens_k = offsets(keys);
+  c.problem.members = static_cast<std::int64_t>(queries.size());
+  c.problem.longest_q = longest(queries);
+  c.problem.longest_k = longest(keys);
+}
 
 inline std::int64_t query_count(const Problem& p) { return p.batch * p.heads * p.nq * p.d; }
 inline std::int64_t key_count(const Problem& p) { return p.batch * p.kv_heads * p.nk * p.d; }
@@ -103,6 +134,9 @@ reference::Settings settings_of(const Case& c, const Options& options) {
   settings.scale = options.scale;
   settings.alpha = c.alpha;
   settings.beta = c.beta;
+  settings.key_mask = c.key_mask;
+  settings.cu_seqlens_q = c.cu_seqlens_q;
+  settings.cu_seqlens_k = c.cu_seqlens_k;
   return settings;
 }
 
@@ -113,6 +147,9 @@ struct Outcome {
   std::vector<accumulator_t<T>> denominator;
   std::vector<T> q, k, v;
   std::vector<double> alpha, beta;
+  std::vector<accumulator_t<T>> S, z;  ///< state after the last key
+  std::vector<int> shift;
+  std::vector<accumulator_t<T>> d_S, d_z;  ///< gradient of the initial state
 };
 
 template <class T>
@@ -128,7 +165,9 @@ template <class T>
         check("denominator", found.denominator, expected.denominator),
         check("dq", found.q, expected.q), check("dk", found.k, expected.k),
         check("dv", found.v, expected.v), check("d alpha", found.alpha, expected.alpha),
-        check("d beta", found.beta, expected.beta)})
+        check("d beta", found.beta, expected.beta), check("S", found.S, expected.S),
+        check("z", found.z, expected.z), check("shift", found.shift, expected.shift),
+        check("dS", found.d_S, expected.d_S), check("dz", found.d_z, expected.d_z)})
     if (!result) return result;
   return ::testing::AssertionSuccess();
 }
@@ -176,11 +215,12 @@ struct Arrangement {
   Layout o = Layout::right, denominator = Layout::right, d_o = Layout::right;
   Layout d_q = Layout::right, d_k = Layout::right, d_v = Layout::right;
   Layout parameter = Layout::right, d_parameter = Layout::right;
+  Layout mask = Layout::right, state = Layout::right, d_state = Layout::right;
 };
 
 /// Which gradients to ask for; parameters only where the variant has them.
 struct Wanted {
-  bool q = true, k = true, v = true, query_parameter = true, key_parameter = true;
+  bool q = true, k = true, v = true, query_parameter = true, key_parameter = true, state = true;
 };
 
 /// A call of the engine with all its memory. Every output starts as NaN, every tensor lies between
@@ -213,6 +253,29 @@ class Attention {
     d_o.set(c.d_o);
     alpha.set(c.alpha);
     beta.set(c.beta);
+    if (!c.key_mask.empty()) {
+      mask = {{p.batch, p.nk}, at.mask};
+      mask.set(c.key_mask);
+    }
+    const std::int64_t m = p.sequences();
+    m_features = feature_count(variant().key_map(), p.d);
+    const std::array<std::int64_t, 4> values{m, p.kv_heads, m_features, p.dv};
+    const std::array<std::int64_t, 3> sums{m, p.kv_heads, m_features};
+    const auto place = [&](auto& state, Layout layout) {
+      state.S = {values, layout};
+      state.z = {sums, layout};
+      state.shift = {sums, layout};
+    };
+    place(last, at.state);
+    if (c.initial) {
+      place(initial, at.state);
+      place(d_initial, at.d_state);
+      initial.set(*c.initial);
+    }
+    if (c.last_cotangent) {
+      place(d_last, at.d_state);
+      d_last.set(*c.last_cotangent);
+    }
   }
 
   bool normalise() const { return m_options.normalise.value_or(V::normalise_by_default); }
@@ -221,6 +284,15 @@ class Attention {
   Saved<ExecSpace, T> saved() const {
     Saved<ExecSpace, T> result{.o = o.ref()};
     if (normalise()) result.denominator = denominator.ref();
+    if (m_case.wants_last) result.state = last.ref();
+    return result;
+  }
+  Cotangents<ExecSpace, T> cotangents() const {
+    Cotangents<ExecSpace, T> result{.o = d_o.input()};
+    if (m_case.last_cotangent) {
+      result.state = d_last.ref().as_const();
+      if (is_scaled<V>) result.state.shift = last.shift.input();
+    }
     return result;
   }
   Gradients<ExecSpace, T> gradients(const Wanted& wanted) const {
@@ -230,6 +302,8 @@ class Attention {
     if (wanted.v) result.v = d_v.ref();
     if (has_query_parameter<V> && wanted.query_parameter) result.query_parameter = d_alpha.ref();
     if (has_key_parameter<V> && wanted.key_parameter) result.key_parameter = d_beta.ref();
+    if (m_case.initial && wanted.state)
+      result.state = {.S = d_initial.S.ref(), .z = d_initial.z.ref()};
     return result;
   }
   std::size_t workspace_bytes(Pass pass) const {
@@ -247,7 +321,7 @@ class Attention {
   }
   void backward(const Wanted& wanted = {}) {
     Arena<ExecSpace> arena(workspace_bytes(Pass::backward), 5);
-    LinAttn::backward<T>(m_exec, variant(), inputs(), saved(), d_o.input(), gradients(wanted),
+    LinAttn::backward<T>(m_exec, variant(), inputs(), saved(), cotangents(), gradients(wanted),
                          arena.workspace(), m_options);
     m_exec.fence();
     EXPECT_TRUE(arena.guards_intact()) << "backward wrote outside its workspace";
@@ -263,6 +337,18 @@ class Attention {
     if (wanted.v) result.v = d_v.get();
     if (wanted.query_parameter) result.alpha = d_alpha.get();
     if (wanted.key_parameter) result.beta = d_beta.get();
+    if (m_case.wants_last) {
+      result.S = last.S.get();
+      result.z = last.z.get();
+      if (is_scaled<V>) result.shift = last.shift.get();
+    }
+    if (m_case.initial && wanted.state) {
+      result.d_S = d_initial.S.get();
+      result.d_z = d_initial.z.get();
+    }
+    EXPECT_TRUE(last.guards_intact() && initial.guards_intact() && d_initial.guards_intact() &&
+                d_last.guards_intact())
+        << "memory between or around the states was written";
     EXPECT_TRUE(q.guards_intact() && k.guards_intact() && v.guards_intact() && o.guards_intact() &&
                 denominator.guards_intact() && d_o.guards_intact() && d_q.guards_intact() &&
                 d_k.guards_intact() && d_v.guards_intact() && d_alpha.guards_intact() &&
@@ -274,8 +360,33 @@ class Attention {
   PlacedTensor<T, 4, ExecSpace> q, k, v, o, d_o, d_q, d_k, d_v;
   PlacedTensor<A, 3, ExecSpace> denominator;
   PlacedTensor<double, 1, ExecSpace> alpha, beta, d_alpha, d_beta;
+  PlacedTensor<std::uint8_t, 2, ExecSpace> mask;
+
+  struct PlacedState {
+    PlacedTensor<A, 4, ExecSpace> S;
+    PlacedTensor<A, 3, ExecSpace> z;
+    PlacedTensor<int, 3, ExecSpace> shift;
+
+    State<ExecSpace, T> ref() const {
+      State<ExecSpace, T> result{.S = S.ref(), .z = z.ref()};
+      if (is_scaled<V>) result.shift = shift.ref();
+      return result;
+    }
+    void set(const StateValues& values) {
+      S.set(values.S);
+      z.set(values.z);
+      if (!values.shift.empty()) shift.set(values.shift);
+    }
+    bool guards_intact() { return S.guards_intact() && z.guards_intact() && shift.guards_intact(); }
+  };
+  PlacedState initial, last, d_initial, d_last;
 
  private:
+  static SequenceOffsets offsets(const std::vector<std::int64_t>& values) {
+    return {values.data(), {static_cast<std::int64_t>(values.size())}, {1}};
+  }
+
+  std::int64_t m_features = 0;
   const Case& m_case;
   Options m_options;
   ExecSpace m_exec;

@@ -164,7 +164,7 @@ class CustomMap : public ::testing::Test {
     for (std::int64_t h = 0; h < p.batch * p.heads; ++h) {
       const std::int64_t kv = h / p.group();
       for (std::int64_t i = 0; i < p.nq; ++i) {
-        const std::int64_t seen = causal ? i + 1 + p.causal_offset() : p.nk;
+        const std::int64_t seen = causal ? i + 1 + p.nk - p.nq : p.nk;
         std::vector<long double> sum(static_cast<std::size_t>(p.dv));
         long double weights = 0;
         for (std::int64_t j = 0; j < seen; ++j) {

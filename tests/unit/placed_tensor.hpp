@@ -161,11 +161,16 @@ class PlacedTensor {
 
   const Extents& extents() const { return m_extents; }
 
+  /// A NaN that no arithmetic makes; for integers a number that no test uses.
   static T guard() {
-    using Bits = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>;
-    const Bits bits = sizeof(T) == 4 ? Bits(0x7fc5a5a5u) : static_cast<Bits>(0x7ff8a5a5a5a5a5a5u);
     T value;
-    std::memcpy(&value, &bits, sizeof value);
+    if constexpr (std::is_floating_point_v<T>) {
+      using Bits = std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>;
+      const Bits bits = sizeof(T) == 4 ? Bits(0x7fc5a5a5u) : static_cast<Bits>(0x7ff8a5a5a5a5a5a5u);
+      std::memcpy(&value, &bits, sizeof value);
+    } else {
+      std::memset(&value, 0x5a, sizeof value);
+    }
     return value;
   }
 

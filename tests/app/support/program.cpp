@@ -53,13 +53,10 @@ std::string shown(const Result& result) {
          "\nstandard output: " + result.out;
 }
 
-}  // namespace
-
-Result run(const Arguments& arguments, const std::map<std::string, std::string>& environment,
-           const std::string& out_file) {
+Result run_command(std::vector<std::string> words,
+                   const std::map<std::string, std::string>& environment,
+                   const std::string& out_file) {
   const TemporaryFile out, err;
-  std::vector<std::string> words{LINATTN_PROGRAM};
-  words.insert(words.end(), arguments.begin(), arguments.end());
   std::vector<std::string> variables = environment_with(environment);
 
   posix_spawn_file_actions_t actions;
@@ -77,6 +74,23 @@ Result run(const Arguments& arguments, const std::map<std::string, std::string>&
   if (::waitpid(child, &status, 0) != child) throw std::runtime_error("lost " + words[0]);
   return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(out.name()),
           read_file(err.name())};
+}
+
+}  // namespace
+
+Result run(const Arguments& arguments, const std::map<std::string, std::string>& environment,
+           const std::string& out_file) {
+  std::vector<std::string> words{LINATTN_PROGRAM};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  return run_command(words, environment, out_file);
+}
+
+Result run_on_full_disk(const Arguments& arguments, int kibibytes) {
+  const std::string script =
+      "trap '' XFSZ; ulimit -f " + std::to_string(2 * kibibytes) + "; exec \"$0\" \"$@\"";
+  std::vector<std::string> words{"/bin/sh", "-c", script, LINATTN_PROGRAM};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  return run_command(words, {}, "");
 }
 
 ::testing::AssertionResult succeeded(const Result& result) {

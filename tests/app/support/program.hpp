@@ -28,6 +28,9 @@ struct Result {
 Result run(const Arguments& arguments, const std::map<std::string, std::string>& environment = {},
            const std::string& out_file = "");
 
+/// The same where no file can grow beyond some KiB: what a full disk does to a program.
+Result run_on_full_disk(const Arguments& arguments, int kibibytes);
+
 /// Exit status 0 and not a word on standard error.
 ::testing::AssertionResult succeeded(const Result& result);
 
