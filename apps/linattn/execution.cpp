@@ -11,6 +11,10 @@
 
 #include "text.hpp"
 
+#if !defined(KOKKOS_ENABLE_SERIAL) && !defined(KOKKOS_ENABLE_OPENMP) && !defined(KOKKOS_ENABLE_CUDA)
+#error "linattn needs a Kokkos with Serial, OpenMP or CUDA"
+#endif
+
 namespace LinAttn::app {
 namespace {
 

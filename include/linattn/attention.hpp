@@ -7,6 +7,7 @@
 #include <linattn/problem.hpp>
 #include <linattn/variant.hpp>
 #include <linattn/workspace.hpp>
+#include <exception>
 #include <string>
 #include <type_traits>
 
@@ -20,7 +21,8 @@
 ///
 /// Calls enqueue kernels on the caller's execution-space instance and return; they neither fence nor
 /// allocate, except for the overloads without a workspace, which do both and say so. Arguments are
-/// non-owning references whose memory must live until the kernels have run. The same inputs, options
+/// non-owning references whose memory must live until the kernels have run; an output must overlap neither
+/// an input nor another output, except where said. The same inputs, options
 /// and plan give the same bits, whatever the number of threads.
 
 namespace LinAttn {
@@ -137,6 +139,7 @@ void forward(const ExecSpace& exec, const V& variant,
   if (saved.denominator.present())
     detail::require_output("denominator", saved.denominator, {p.batch, p.heads, p.nq});
   call.use_workspace(workspace);
+  const detail::Region region("LinAttn::forward");
   call.bind(inputs, saved);
   call.bind_state("final state", saved.state, call.arguments().last);
   call.launch_forward();
@@ -174,6 +177,7 @@ void backward(const ExecSpace& exec, const V& variant,
   require_parameter("query", V::query_parameter, gradients.query_parameter, p.heads);
   require_parameter("key", V::key_parameter, gradients.key_parameter, p.kv_heads);
   call.use_workspace(workspace);
+  const detail::Region region("LinAttn::backward");
   call.bind(inputs, saved);
   call.bind_state("cotangent of the final state", cotangents.state, args.last_cotangent);
   if (gradients.state.S.present() || gradients.state.z.present()) {
@@ -199,8 +203,11 @@ namespace detail {
 template <class ExecSpace>
 auto allocate_workspace(const ExecSpace& exec, std::size_t bytes) {
   using View = Kokkos::View<std::byte*, typename ExecSpace::memory_space>;
-  (void)exec;
-  return View(Kokkos::view_alloc(std::string("LinAttn::workspace"), Kokkos::WithoutInitializing), bytes);
+  try {
+    return View(Kokkos::view_alloc(exec, std::string("LinAttn::workspace"), Kokkos::WithoutInitializing), bytes);
+  } catch (const std::exception&) {
+    throw EnvironmentFailure(message("LinAttn: cannot allocate ", bytes, " bytes of workspace"));
+  }
 }
 }  // namespace detail
 

@@ -16,7 +16,7 @@ namespace LinAttn {
 /// Sums over keys that stand before the first key (initial) or after the last one (final), one for each
 /// sequence and key/value head: S (M,Hkv,R,Dv), z (M,Hkv,R), where M is the batch or the number of packed
 /// members. Maps with exponential growth (lln) also have shift (M,Hkv,R): the true sums are 2^shift S and
-/// 2^shift z, and gradients are with respect to S and z at that shift.
+/// 2^shift z, |shift| <= 2^24, and gradients are with respect to S and z at that shift.
 template <class ExecSpace, class A, class I>
 struct BasicState {
   TensorRef<A, 4, ExecSpace> S{};
@@ -52,8 +52,9 @@ struct Inputs {
 
 /// What forward() leaves: o (B,H,Nq,Dv) and, for a later backward(), the row sums of the weights
 /// (B,H,Nq) in accumulator precision. Nothing else is kept: O(N) numbers beside inputs and output.
-/// backward() reads `o` and `denominator` of normalised rows only. Leave `denominator` out where no gradient follows or rows are not normalised. `state`, if given,
-/// receives the sums after the last key; it may be the memory of the initial state.
+/// backward() reads `o` and `denominator` of normalised rows only. Leave `denominator` out where no
+/// gradient follows or rows are not normalised. `state`, if given, receives the sums after the last key;
+/// it may be the memory of the initial state where no backward() follows, which reads the initial state.
 /// For lln the row sum is relative to the largest exponent of the row, which backward() finds again.
 template <class ExecSpace, class T>
 struct Saved {

@@ -30,7 +30,7 @@
 /// **Scaled** (elementwise, exponential growth): features are f(x) 2^-s with an integer shift s chosen
 /// by the engine so that nothing overflows (see Exponential), and derivatives are proportional to f:
 ///
-///     template <class T> int exponent(T x) const;             // integer n with f(x) within a factor 2 of 2^n
+///     template <class T> int exponent(T x) const;             // n, |n| <= 2^24, with f(x) within a factor 2 of 2^n
 ///     template <class T> T value(T x, int shift) const;       // f(x) 2^-shift
 ///     template <class T> T derivative(T x, T f) const;        // homogeneous of degree 1 in f
 ///
@@ -222,7 +222,9 @@ struct BoundExponential {
   KOKKOS_FORCEINLINE_FUNCTION int exponent(T x) const { return static_cast<int>(nearest(x)); }
   KOKKOS_FORCEINLINE_FUNCTION T value(T x, int shift) const {
     const T n = nearest(x);
-    T f = fused_multiply_add(x, low, fused_multiply_add(x, high, -n));
+    const T rest = fused_multiply_add(x, high, -n);
+    // saturated logarithms need no correction, and an infinite one must not meet its opposite
+    T f = n > -limit && n < limit ? fused_multiply_add(x, low, rest) : rest;
     f = f < T(-1) ? T(-1) : f;  // saturated; a NaN passes
     f = f > T(1) ? T(1) : f;
     return exp2_fraction(f) * power_of_two<T>(static_cast<int>(n) - shift);

@@ -34,6 +34,12 @@ void fence(const ExecSpace& exec, const char* label) {
 #endif
 }
 
+/// The policy, with the hint that its kernel is passed by value.
+template <class Policy>
+auto light_weight(const Policy& policy) {
+  return Kokkos::Experimental::require(policy, Kokkos::Experimental::WorkItemProperty::HintLightWeight);
+}
+
 /// Whether kernels of ExecSpace run on the host, as one thread for each team.
 template <class ExecSpace>
 inline constexpr bool is_host_space_v =

@@ -78,6 +78,10 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, int 
       plan.tiles_in_scratch = plan.tile_bytes <= machine.scratch_bytes;
       if (plan.tiles_in_scratch || requested_chunk) break;
     }
+    if (!plan.tiles_in_scratch && !requested_chunk) {  // then at least with few passes over the state
+      plan.chunk = device_chunks[0];
+      plan.tile_bytes = tile_bytes(plan.chunk);
+    }
   }
   const std::int64_t units = problem.sequences() * problem.kv_heads;
   const std::int64_t tokens = std::max(problem.longest_queries(), problem.longest_keys());

@@ -29,15 +29,16 @@ struct Problem {
   std::int64_t d = 0;         ///< D, features of a query or key row
   std::int64_t dv = 0;        ///< Dv, features of a value row
 
-  /// Packed sequences: their number, with batch = 1 and nq, nk the totals; 0 where nothing is packed.
-  std::int64_t members = 0;
+  /// Packed sequences: their number, with batch = 1 and nq, nk the totals; -1 where nothing is packed.
+  std::int64_t members = -1;
   std::int64_t longest_q = 0;  ///< queries of the longest member
   std::int64_t longest_k = 0;  ///< keys of the longest member
 
+  bool packed() const { return members >= 0; }
   /// Sequences that attend inside themselves.
-  std::int64_t sequences() const { return members > 0 ? members : batch; }
-  std::int64_t longest_queries() const { return members > 0 ? longest_q : nq; }
-  std::int64_t longest_keys() const { return members > 0 ? longest_k : nk; }
+  std::int64_t sequences() const { return packed() ? members : batch; }
+  std::int64_t longest_queries() const { return packed() ? longest_q : nq; }
+  std::int64_t longest_keys() const { return packed() ? longest_k : nk; }
 
   /// Query heads that share one key/value head.
   std::int64_t group() const { return kv_heads == 0 ? 0 : heads / kv_heads; }
@@ -49,10 +50,10 @@ struct Problem {
     if ((kv_heads == 0) != (heads == 0) || (kv_heads > 0 && heads % kv_heads != 0))
       throw InvalidArgument(detail::message("LinAttn: ", kv_heads, " key/value heads do not divide ",
                                             heads, " query heads"));
-    if (members < 0 || (members > 0 && batch != 1))
+    if (members < -1 || (packed() && batch != 1))
       throw InvalidArgument(detail::message("LinAttn: packed sequences need B = 1, found B = ", batch,
                                             " with ", members, " members"));
-    if (causal && members == 0 && nq > nk)
+    if (causal && !packed() && nq > nk)
       throw InvalidArgument(detail::message("LinAttn: causal attention needs Nq <= Nk, found Nq = ", nq,
                                             " and Nk = ", nk));
   }

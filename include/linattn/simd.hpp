@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 
@@ -37,6 +38,13 @@
 #define LINATTN_INLINE_LAMBDA
 #endif
 
+/// GCC before 12 has no __builtin_shufflevector, and nvcc cannot expand packs in it.
+#if defined(LINATTN_HAS_VECTOR_EXTENSIONS) && defined(__has_builtin) && !defined(__CUDACC__)
+#if __has_builtin(__builtin_shufflevector)
+#define LINATTN_HAS_SHUFFLE 1
+#endif
+#endif
+
 /// A function that stays one of its own on the host: loops of a large caller are vectorised less well.
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__) && !defined(__HIPCC__)
 #define LINATTN_OUTLINE __attribute__((noinline))
@@ -57,7 +65,7 @@
 
 namespace LinAttn::detail {
 // Code compiled for different vector widths must never share a symbol, or the linker would pick one
-// of them for all; the width is therefore part of every name below.
+// of them for all; the width is therefore part of every name below and of those of tile.hpp.
 inline namespace LINATTN_SIMD_ABI {
 
 /// A vector of T that fills one register. T is float or double.
@@ -92,6 +100,15 @@ struct Vector {
       type c;
       for (std::size_t i = 0; i < LINATTN_SIMD_BYTES / sizeof(T); ++i)
         c.lane[i] = a.lane[i] * b.lane[i];
+      return c;
+    }
+    friend type operator+(const type& a, const type& b) {
+      type c = a;
+      return c += b;
+    }
+    friend type operator-(const type& a, const type& b) {
+      type c;
+      for (std::size_t i = 0; i < LINATTN_SIMD_BYTES / sizeof(T); ++i) c.lane[i] = a.lane[i] - b.lane[i];
       return c;
     }
     type& operator+=(const type& b) {
@@ -149,7 +166,7 @@ LINATTN_ALWAYS_INLINE T sum(const T* a, int n) {
   return horizontal_sum<T>(total);
 }
 
-#if defined(LINATTN_HAS_VECTOR_EXTENSIONS) && !defined(__CUDACC__)  // nvcc cannot expand packs in it
+#if defined(LINATTN_HAS_SHUFFLE)
 
 // One stage of an in-register transposition: exchanges the bit `Distance` of row and lane numbers.
 template <int Distance, class V, int... Lane>
@@ -185,8 +202,6 @@ LINATTN_ALWAYS_INLINE void transpose_block(const T* from, std::int64_t ld_from, 
   for (int r = 0; r < lanes; ++r) store(to + r * ld_to, rows[r]);
 }
 
-inline void prefetch(const void* address) { __builtin_prefetch(address); }
-
 #else
 
 template <class T>
@@ -195,9 +210,13 @@ void transpose_block(const T* from, std::int64_t ld_from, T* to, std::int64_t ld
     for (int c = 0; c < vector_lanes<T>; ++c) to[c * ld_to + r] = from[r * ld_from + c];
 }
 
-inline void prefetch(const void*) {}
-
 #endif
+
+inline void prefetch([[maybe_unused]] const void* address) {
+#if defined(LINATTN_HAS_SHUFFLE)
+  __builtin_prefetch(address);
+#endif
+}
 
 }  // namespace LINATTN_SIMD_ABI
 }  // namespace LinAttn::detail

@@ -15,7 +15,9 @@ namespace LinAttn {
 
 /// Type in which sums over values of type T are taken: float or wider.
 template <class T>
-struct Accumulator;
+struct Accumulator {
+  static_assert(sizeof(T) == 0, "LinAttn: tensors of this version hold float or double");
+};
 template <>
 struct Accumulator<float> {
   using type = float;

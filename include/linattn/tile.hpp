@@ -72,6 +72,7 @@ KOKKOS_FORCEINLINE_FUNCTION void compensated_add(V& high, V& low, const V& term)
   high = t;
 }
 
+// As in simd.hpp: what is compiled differently for another vector width has another name.
 inline namespace LINATTN_SIMD_ABI {
 
 // Rows of the register tile: its accumulators and two vectors of B fit the register file.
@@ -177,8 +178,6 @@ inline void multiply_on_host(int m, int n, const Product<T>* products, int count
     if (j0 < columns) multiply_register_tile<T, 1>(i0, j0, products, count, target);
   }
 }
-
-}  // namespace LINATTN_SIMD_ABI
 
 template <class Team, class T>
 KOKKOS_FUNCTION void multiply_on_device(const Team& team, int m, int n, const Product<T>* products,
@@ -291,4 +290,5 @@ KOKKOS_FUNCTION T row_sum(const Team&, const T* a, int n) {
   return total;
 }
 
+}  // namespace LINATTN_SIMD_ABI
 }  // namespace LinAttn::detail

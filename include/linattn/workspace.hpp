@@ -13,10 +13,9 @@ namespace LinAttn {
 
 /// Bytes that kernels of ExecSpace may scribble on, given by the caller.
 ///
-/// Made from a contiguous rank-1 View of a one-byte type; workspace_size() says how many bytes a call needs.
-/// The contents before a call do not matter and after it are unspecified: nothing passes from forward
-/// to backward through it. Two calls that may run at
-/// the same time need two workspaces.
+/// Made from a contiguous rank-1 View of a one-byte type; workspace_size() says how many bytes a call
+/// needs. The contents before a call do not matter and after it are unspecified: nothing passes from
+/// forward to backward through it. Two calls that may run at the same time need two workspaces.
 template <class ExecSpace>
 class Workspace {
  public:

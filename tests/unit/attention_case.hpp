@@ -280,7 +280,16 @@ class Attention {
 
   bool normalise() const { return m_options.normalise.value_or(V::normalise_by_default); }
   V variant() const { return make_variant<V>(alpha.view(), beta.view()); }
-  Inputs<ExecSpace, T> inputs() const { return {.q = q.input(), .k = k.input(), .v = v.input()}; }
+  Inputs<ExecSpace, T> inputs() const {
+    Inputs<ExecSpace, T> result{.q = q.input(), .k = k.input(), .v = v.input()};
+    if (!m_case.key_mask.empty()) result.key_mask = mask.input();
+    if (!m_case.cu_seqlens_q.empty()) {
+      result.cu_seqlens_q = offsets(m_case.cu_seqlens_q);
+      result.cu_seqlens_k = offsets(m_case.cu_seqlens_k);
+    }
+    if (m_case.initial) result.state = initial.ref().as_const();
+    return result;
+  }
   Saved<ExecSpace, T> saved() const {
     Saved<ExecSpace, T> result{.o = o.ref()};
     if (normalise()) result.denominator = denominator.ref();

@@ -170,7 +170,7 @@ TYPED_TEST(Visibility, MembersAreIndependent) {
   using V = typename TypeParam::V;
   using ExecSpace = typename TypeParam::ExecSpace;
   for (const bool causal : {false, true}) {
-    const Options options{.causal = causal, .chunk = 16, .segments = 2};
+    const Options options{.causal = causal, .chunk = 16, .segments = 1};
     const Members members = member_extents(causal);
     const Case c = packed_case<T, V>(members, options);
     const Problem& p = c.problem;
@@ -197,20 +197,13 @@ TYPED_TEST(Visibility, MembersAreIndependent) {
       alone.k = rows(c.k, p.kv_heads, p.nk, p.d, k0, nk);
       alone.v = rows(c.v, p.kv_heads, p.nk, p.dv, k0, nk);
       alone.d_o = rows(c.d_o, p.heads, p.nq, p.dv, q0, nq);
-      const std::int64_t chunks = (std::max(nq, nk) + 15) / 16;
-      Options same_cut = options;  // members of one chunk cannot be cut in two
-      same_cut.segments = chunks < 2 ? 1 : 2;
-      if (chunks < 2 || nq == nk) {
-        const auto found = attend<T, ExecSpace, V>(alone, same_cut);
-        EXPECT_TRUE(same_bits(rows(whole.o, p.heads, p.nq, p.dv, q0, nq), found.o))
-            << "member " << m;
-        EXPECT_TRUE(same_bits(rows(whole.q, p.heads, p.nq, p.d, q0, nq), found.q))
-            << "member " << m;
-        EXPECT_TRUE(same_bits(rows(whole.k, p.kv_heads, p.nk, p.d, k0, nk), found.k))
-            << "member " << m;
-        EXPECT_TRUE(same_bits(rows(whole.v, p.kv_heads, p.nk, p.dv, k0, nk), found.v))
-            << "member " << m;
-      }
+      const auto found = attend<T, ExecSpace, V>(alone, options);
+      EXPECT_TRUE(same_bits(rows(whole.o, p.heads, p.nq, p.dv, q0, nq), found.o)) << "member " << m;
+      EXPECT_TRUE(same_bits(rows(whole.q, p.heads, p.nq, p.d, q0, nq), found.q)) << "member " << m;
+      EXPECT_TRUE(same_bits(rows(whole.k, p.kv_heads, p.nk, p.d, k0, nk), found.k))
+          << "member " << m;
+      EXPECT_TRUE(same_bits(rows(whole.v, p.kv_heads, p.nk, p.dv, k0, nk), found.v))
+          << "member " << m;
       if (m != bad) continue;
       const double nan = std::numeric_limits<double>::quiet_NaN();
       for (std::int64_t h = 0; h < p.kv_heads; ++h) {

@@ -99,13 +99,15 @@ TEST(WorkspaceTypes, AnyByteType) {
 TEST(WorkspaceTypes, MustBeContiguous) {
   using ExecSpace = Kokkos::DefaultExecutionSpace;
   const Kokkos::View<char*, ExecSpace> bytes("test::bytes", 300);
-  const Kokkos::View<char*, Kokkos::LayoutStride, ExecSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>
+  const Kokkos::View<char*, Kokkos::LayoutStride, ExecSpace,
+                     Kokkos::MemoryTraits<Kokkos::Unmanaged>>
       every_second(bytes.data(), Kokkos::LayoutStride(150, 2));
   try {
     const Workspace<ExecSpace> workspace(every_second);
     FAIL() << "accepted";
   } catch (const InvalidArgument& error) {
-    EXPECT_NE(std::string(error.what()).find("contiguous, found stride 2 of 150"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("contiguous, found stride 2 of 150"),
+              std::string::npos)
         << error.what();
   }
 }

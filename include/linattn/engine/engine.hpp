@@ -7,6 +7,7 @@
 #include <linattn/engine/walker.hpp>
 #include <linattn/variant.hpp>
 #include <linattn/workspace.hpp>
+#include <limits>
 #include <utility>
 
 /// \file engine.hpp
@@ -83,8 +84,10 @@ class Call {
       throw InvalidArgument(message("LinAttn: rows of at most ", largest_row,
                                     " entries are supported, found D=", problem.d, " features=",
                                     features, " Dv=", problem.dv));
-    if (!(options.scale - options.scale == 0.0))
-      throw InvalidArgument(message("LinAttn: scale must be finite, found ", options.scale));
+    const A scale = static_cast<A>(options.scale);
+    if (!(scale - scale == A(0)))
+      throw InvalidArgument(message("LinAttn: scale must be finite in the precision of the sums, found ",
+                                    options.scale));
     m_args.sequences = problem.sequences();
     m_args.heads = problem.heads;
     m_args.kv_heads = problem.kv_heads;
@@ -96,7 +99,7 @@ class Call {
     m_args.features = static_cast<int>(features);
     m_args.causal = options.causal;
     m_args.normalise = options.normalise.value_or(V::normalise_by_default);
-    m_args.scale = static_cast<A>(options.scale);
+    m_args.scale = scale;
     MachineTraits machine;
     machine.host = is_host_space_v<ExecSpace>;
     machine.concurrency = concurrency(exec);
@@ -107,6 +110,12 @@ class Call {
       trial.plan.chunk = chunk;
       return worker_bytes(trial);
     });
+    constexpr std::int64_t largest = std::numeric_limits<int>::max();
+    const std::int64_t state = std::max(std::int64_t(padded_rows(features)) * padded_columns<A>(problem.dv),
+                                        std::int64_t(padded_rows(problem.dv)) * padded_columns<A>(features));
+    if (state > largest || m_args.plan.tile_bytes / sizeof(int) > static_cast<std::size_t>(largest))
+      throw InvalidArgument(message("LinAttn: a state of ", features, " features by Dv = ", problem.dv,
+                                    " with chunks of ", m_args.plan.chunk, " is too large for one worker"));
     m_args.tasks = m_args.sequences * problem.kv_heads * m_args.plan.segments;
     if constexpr (scaled) {
       // a causal walk starts in each interval with the shift at the end of the one before; without a
@@ -143,7 +152,6 @@ class Call {
 
   void launch_forward() {
     if (m_args.tasks == 0 || (m_args.nq == 0 && !m_args.last.present)) return;
-    const Region region("LinAttn::forward");
     if (m_args.plan.segments > 1) {
       walk<Walk::key_state>("LinAttn::forward::key_state", false);
       scan("LinAttn::forward::scan", m_args.causal ? ScanKind::prefix : ScanKind::total, m_args.initial, 1,
@@ -153,7 +161,6 @@ class Call {
   }
 
   void launch_backward(const Gradients<ExecSpace, T>& gradients) {
-    const Region region("LinAttn::backward");
     if (m_args.tasks > 0) {
       if (m_args.nq > 0 && (gradients.q.present() || gradients.query_parameter.present()))
         launch_query_gradients();
@@ -193,7 +200,7 @@ class Call {
       }
     }
     if constexpr (!is_host_space_v<ExecSpace>) {
-      if (m_problem.members > 0) m_device_offsets = arena.take<std::int64_t>(2 * (m_problem.members + 1));
+      if (m_problem.packed()) m_device_offsets = arena.take<std::int64_t>(2 * (m_problem.members + 1));
     }
     if (m_pass == Pass::backward) {
       if constexpr (scaled)
@@ -237,8 +244,7 @@ class Call {
     Kokkos::TeamPolicy<ExecSpace> policy(m_exec, m_args.plan.workers, m_args.plan.team_size);
     if (m_args.plan.tiles_in_scratch)
       policy.set_scratch_size(0, Kokkos::PerTeam(static_cast<int>(m_args.plan.tile_bytes)));
-    Kokkos::parallel_for(label, policy,
-                         WalkKernel<ExecSpace, Args, Kind, T, QueryMap, KeyMap>{m_args, transposed});
+    launch(label, policy, WalkKernel<ExecSpace, Args, Kind, T, QueryMap, KeyMap>{m_args, transposed});
   }
 
   void scan(const char* label, ScanKind kind, const CallerState<const A, const int>& edge, int edge_sign,
@@ -266,12 +272,21 @@ class Call {
 
   std::int64_t units() const { return m_args.sequences * m_args.kv_heads; }
 
+  /// Kernels travel as launch arguments: the constant memory that large functors take otherwise would
+  /// make a launch wait for the previous one.
+  template <class Policy, class Kernel>
+  static void launch(const char* label, const Policy& policy, const Kernel& kernel) {
+    static_assert(sizeof(Kernel) < 4000, "launch arguments of a device are limited");
+    Kokkos::parallel_for(label, light_weight(policy), kernel);
+  }
+
   template <class Kernel>
   void launch_teams(const char* label, std::int64_t teams, const Kernel& kernel) {
-    Kokkos::parallel_for(
-        label,
-        Kokkos::TeamPolicy<ExecSpace>(m_exec, static_cast<int>(teams), m_args.plan.team_size, 1),
-        kernel);
+    if (teams > std::numeric_limits<int>::max())
+      throw InvalidArgument(message("LinAttn: ", teams, " teams for ", m_problem.to_string(),
+                                    " are more than one kernel can have; use longer chunks"));
+    launch(label, Kokkos::TeamPolicy<ExecSpace>(m_exec, static_cast<int>(teams), m_args.plan.team_size, 1),
+           kernel);
   }
 
   void sum_parts(const char* label, const TensorRef<double, 1, ExecSpace>& gradient,
@@ -369,7 +384,7 @@ Problem problem_of(const Inputs<ExecSpace, T>& in) {
   read_offsets(in.cu_seqlens_q, in.cu_seqlens_k, p);
   if (in.key_mask.present()) {
     require_shape("key_mask", in.key_mask, {p.batch, p.nk});
-    if (p.members > 0 || in.cu_seqlens_q.present())
+    if (p.packed())
       throw InvalidArgument("LinAttn: key_mask and cu_seqlens cannot be combined");
   }
   return p;
@@ -387,7 +402,7 @@ void Call<T, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<Exe
     m_args.mask_batch_stride = in.key_mask.stride(0);
     m_args.mask_stride = in.key_mask.stride(1);
   }
-  if (m_problem.members > 0) {
+  if (m_problem.packed()) {
     if (m_args.causal) {
       for (std::int64_t m = 0; m < m_problem.members; ++m) {
         const std::int64_t nq = in.cu_seqlens_q(m + 1) - in.cu_seqlens_q(m);
@@ -414,12 +429,19 @@ template <class StateRef, class Caller>
 void Call<T, ExecSpace, V>::bind_state(const char* name, const StateRef& state, Caller& caller) {
   if (!state.S.present() && !state.z.present() && !state.shift.present()) return;
   const std::int64_t m = m_args.sequences, h = m_args.kv_heads, r = m_args.features;
-  require_shape(message("S of the ", name).c_str(), state.S, {m, h, r, m_args.dv});
-  require_shape(message("z of the ", name).c_str(), state.z, {m, h, r});
+  const auto require = [&](const char* part, const auto& tensor, const auto& shape) {
+    if constexpr (std::is_const_v<typename std::remove_cvref_t<decltype(tensor)>::value_type>)
+      require_shape(message(part, " of the ", name).c_str(), tensor, shape);
+    else
+      require_output(message(part, " of the ", name).c_str(), tensor, shape);
+  };
+  const std::array<std::int64_t, 3> per_feature{m, h, r};
+  require("S", state.S, std::array<std::int64_t, 4>{m, h, r, m_args.dv});
+  require("z", state.z, per_feature);
   caller.values = decltype(caller.values)(state.S);
   caller.sums = decltype(caller.sums)(state.z);
   if constexpr (scaled) {
-    require_shape(message("shift of the ", name).c_str(), state.shift, {m, h, r});
+    require("shift", state.shift, per_feature);
     caller.shifts = decltype(caller.shifts)(state.shift);
   }
   caller.present = true;

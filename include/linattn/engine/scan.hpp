@@ -16,6 +16,7 @@ namespace LinAttn::detail {
 /// What a segment receives: the states before it, those after it, or all of them.
 enum class ScanKind { prefix, suffix, total };
 
+/// The states of the segments of each unit, scanned in place; see the top of this file.
 ///
 /// `edge` is the caller's state that stands before the first segment (behind the last one for suffixes,
 /// with the sign of its shifts turned), if there is one.

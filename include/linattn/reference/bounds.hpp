@@ -27,15 +27,17 @@
 /// association of factors (recurrence, chunks, matrix form) change the count, not E. With the terms
 /// t of dense.hpp:
 ///
-///     chi_ijd  relative error of t in roundings (below);  E(w_ij) = sum_d |t_ijd| chi_ijd, B(w_ij)
-///     = sum_d |t_ijd| kappa_i = sum_j E(w_ij) / |s_i|                      condition of the
-///     denominator, >= 1 E(o_i)  = sum_j E(w_ij) |v_j| / |s_i| + kappa_i |o_i| G_i = g_i / s_i: B =
-///     |g_i| / |s_i|,            E = kappa_i |g_i| / |s_i| e_i = -G_i . o_i:      B = |g_i| . |o_i|
-///     / |s_i|,    E = |g_i| . (E(o_i) + kappa_i |o_i|) / |s_i| dw_ij = G_i . v_j + e_i:  B and E
-///     are the sums over both parts of B and E, with |v_j| E(dv_j) = sum_i (E(w_ij) B(G_i) +
-///     B(w_ij) E(G_i)) E(dq_id) = sum_j |dt/dx| (chi_ijd B(dw_ij) + E(dw_ij)),   dk likewise with
-///     |dt/dy| over all i, E(dalpha) = sum |q_id| |t| (chi B(dw) + E(dw)),           dbeta likewise
-///     with |k_jd|.
+///     chi_ijd  relative error of t in roundings (below)
+///     w_ij:                      B = sum_d |t_ijd|,    E = sum_d |t_ijd| chi_ijd
+///     kappa_i = sum_j E(w_ij) / |s_i|                  condition of the denominator, >= 1
+///     o_i:                       E = sum_j E(w_ij) |v_j| / |s_i| + kappa_i |o_i|
+///     G_i = g_i / s_i:           B = |g_i| / |s_i|,    E = kappa_i |g_i| / |s_i|
+///     e_i = -G_i . o_i:          B = |g_i| . |o_i| / |s_i|
+///                                E = |g_i| . (E(o_i) + kappa_i |o_i|) / |s_i|
+///     dw_ij = G_i . v_j + e_i:   B and E are the sums over both parts of B and E, with |v_j|
+///     E(dv_j)    = sum_i (E(w_ij) B(G_i) + B(w_ij) E(G_i))
+///     E(dq_id)   = sum_j |dt/dx| (chi_ijd B(dw_ij) + E(dw_ij)), dk likewise with |dt/dy|, all i
+///     E(dalpha)  = sum |q_id| |t| (chi B(dw) + E(dw)), dbeta likewise with |k_jd|
 ///
 /// Without normaliser s_i is replaced by 1/|scale|, kappa_i by 1 and e_i by 0.
 ///

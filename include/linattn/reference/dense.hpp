@@ -25,9 +25,9 @@
 /// For query head h, key/value head g = floor(h / (H/Hkv)), query i and the set V(i) of keys it
 /// sees,
 ///
-///     w_ij = sum_d t(q_id, k_jd),   t(x, y) = phi(x) phi(y)             identity, elu, relu,
-///     quadratic
-///                                   t(x, y) = exp(alpha_h x + beta_g y) lln
+///     w_ij = sum_d t(q_id, k_jd)
+///            t(x, y) = phi(x) phi(y)                 identity, elu, relu, quadratic
+///            t(x, y) = exp(alpha_h x + beta_g y)     lln
 ///     A_ij = w_ij / s_i,  s_i = sum_{j in V(i)} w_ij                    normalised
 ///     A_ij = scale w_ij                                                 not normalised
 ///     o_i  = sum_{j in V(i)} A_ij v_j
@@ -43,12 +43,15 @@
 ///
 /// With g_i = dL/do_i the chain rule runs through the matrices, not through sums of features:
 ///
-///     dA_ij = g_i . v_j
-///     dw_ij = (dA_ij - sum_l A_il dA_il) / s_i     normalised: dA_il/dw_ij = (delta_jl - A_il) /
-///     s_i dw_ij = scale dA_ij                          not normalised dv_j  = sum_{h in group(g),
-///     i sees j} A_ij g_i dq_id = sum_{j in V(i)} dw_ij dt/dx(q_id, k_jd) dk_jd = sum_{h in
-///     group(g), i sees j} dw_ij dt/dy(q_id, k_jd) dalpha_h = sum_{b,i,j,d} dw_ij q_id t(q_id,
-///     k_jd),   dbeta_g = sum_{b,h,i,j,d} dw_ij k_jd t(q_id, k_jd)
+///     dA_ij    = g_i . v_j
+///     dw_ij    = (dA_ij - sum_l A_il dA_il) / s_i    normalised, from
+///                                                    dA_il/dw_ij = (delta_jl - A_il) / s_i
+///     dw_ij    = scale dA_ij                         not normalised
+///     dv_j     = sum_{h in group(g), i sees j} A_ij g_i
+///     dq_id    = sum_{j in V(i)} dw_ij dt/dx(q_id, k_jd)
+///     dk_jd    = sum_{h in group(g), i sees j} dw_ij dt/dy(q_id, k_jd)
+///     dalpha_h = sum_{b,i,j,d} dw_ij q_id t(q_id, k_jd)
+///     dbeta_g  = sum_{b,h,i,j,d} dw_ij k_jd t(q_id, k_jd)
 ///
 /// with dt/dx = phi'(x) phi(y) or alpha t, and likewise in y. In terms of responsibilities
 /// r_ijd = t / w_ij = softmax over d this is dlog w_ij / dq_id = alpha r_ijd. Both s_i and t carry
