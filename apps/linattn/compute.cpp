@@ -79,7 +79,8 @@ struct StateViews {
     const auto values = state.shift->values<std::int64_t>();
     std::transform(values.begin(), values.end(), host.data(),
                    [](std::int64_t x) { return static_cast<int>(x); });
-    Kokkos::deep_copy(shift, host);
+    Kokkos::deep_copy(exec, shift, host);
+    exec.fence();  // before the host copy ends its life
   }
 
   /// An output for `features` features.
@@ -103,7 +104,8 @@ struct StateViews {
     HostState state{io::to_array(exec, S), io::to_array(exec, z), {}};
     if (!has_shift) return state;
     const auto host = Kokkos::create_mirror_view(shift);
-    Kokkos::deep_copy(host, shift);
+    Kokkos::deep_copy(exec, host, shift);
+    exec.fence();
     state.shift = io::Array(io::ElementType::i64, state.z.extents());
     std::copy(host.data(), host.data() + host.size(), state.shift->values<std::int64_t>().begin());
     return state;

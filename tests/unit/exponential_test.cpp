@@ -149,18 +149,22 @@ TYPED_TEST(Exponential, PowersOfTwoAreExact) {
 TYPED_TEST(Exponential, Extremes) {
   using T = TypeParam;
   using Limits = std::numeric_limits<T>;
-  const auto map = ExponentialMap{1.0}.template bind<T>(0);
   const T infinity = Limits::infinity();
-  EXPECT_EQ(map.exponent(infinity), 1 << 20);
-  EXPECT_EQ(map.exponent(-infinity), -(1 << 20));
-  EXPECT_EQ(map.exponent(T(1e30)), 1 << 20);
-  EXPECT_EQ(map.exponent(T(-1e30)), -(1 << 20));
-  EXPECT_EQ(map.value(-infinity, 0), T(0));
-  EXPECT_EQ(map.value(infinity, 0), infinity);
-  EXPECT_TRUE(std::isfinite(map.value(infinity, 1 << 20)));
-  EXPECT_GT(map.value(infinity, 1 << 20), T(0));
-  EXPECT_TRUE(std::isnan(map.value(Limits::quiet_NaN(), 0)));
-  EXPECT_LE(map.exponent(Limits::quiet_NaN()), -(1 << 20)) << "a NaN must not move the shift";
+  // rates whose second part is positive and negative, in both precisions
+  for (const double rate : {1.0, 0.5, 0.7, 0.8, 1.2, 3.3, -0.8, -1.0}) {
+    const auto map = ExponentialMap{rate}.template bind<T>(0);
+    const T up = rate > 0 ? infinity : -infinity;
+    EXPECT_EQ(map.exponent(up), 1 << 20) << rate;
+    EXPECT_EQ(map.exponent(-up), -(1 << 20)) << rate;
+    EXPECT_EQ(map.exponent(std::copysign(T(1e30), up)), 1 << 20) << rate;
+    EXPECT_EQ(map.exponent(std::copysign(T(1e30), -up)), -(1 << 20)) << rate;
+    EXPECT_EQ(map.value(-up, 0), T(0)) << rate;
+    EXPECT_EQ(map.value(up, 0), infinity) << rate;
+    EXPECT_TRUE(std::isfinite(map.value(up, 1 << 20))) << rate;
+    EXPECT_GT(map.value(up, 1 << 20), T(0)) << rate;
+    EXPECT_TRUE(std::isnan(map.value(Limits::quiet_NaN(), 0))) << rate;
+    EXPECT_LE(map.exponent(Limits::quiet_NaN()), -(1 << 20)) << "a NaN must not move the shift";
+  }
   const auto constant = ExponentialMap{0.0}.template bind<T>(0);
   for (const T x : {T(0), T(-3), T(1e30)}) {
     EXPECT_EQ(constant.exponent(x), 0);
