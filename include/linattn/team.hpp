@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <linattn/kokkos_compat.hpp>
 #include <linattn/simd.hpp>
-#include <type_traits>
 
 /// \file team.hpp
 /// What a kernel body sees of the threads that run it together.
@@ -14,6 +13,13 @@
 /// output element is the work of one thread, in an order that does not depend on the team size.
 
 namespace LinAttn::detail {
+
+/// An int known to the compiler, for host and device.
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+  KOKKOS_FUNCTION constexpr operator int() const { return N; }
+};
 
 struct HostTeam {
   static constexpr bool on_host = true;
@@ -113,7 +119,7 @@ KOKKOS_FORCEINLINE_FUNCTION void for_each_in_counted_rows(const Team& team, int 
 template <class Team, class Body>
 KOKKOS_FORCEINLINE_FUNCTION void with_stride(std::int64_t stride, const Body& body) {
   if constexpr (Team::on_host) {
-    if (stride == 1) return body(std::integral_constant<int, 1>{});
+    if (stride == 1) return body(Constant<1>{});
   }
   body(stride);
 }

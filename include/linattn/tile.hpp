@@ -22,10 +22,10 @@ template <class T>
 inline constexpr int tile_columns = 64 / static_cast<int>(sizeof(T));
 
 template <class T>
-constexpr int padded_columns(std::int64_t n) {
+KOKKOS_FUNCTION constexpr int padded_columns(std::int64_t n) {
   return static_cast<int>((n + tile_columns<T> - 1) / tile_columns<T> * tile_columns<T>);
 }
-constexpr int padded_rows(std::int64_t n) {
+KOKKOS_FUNCTION constexpr int padded_rows(std::int64_t n) {
   return static_cast<int>((n + tile_rows - 1) / tile_rows * tile_rows);
 }
 
@@ -81,7 +81,7 @@ inline constexpr int register_rows = LINATTN_SIMD_BYTES == 64 ? 8 : 4;
 template <int N, class Body>
 LINATTN_ALWAYS_INLINE void unroll(const Body& body) {
   [&]<int... I>(std::integer_sequence<int, I...>) LINATTN_INLINE_LAMBDA {
-    (body(std::integral_constant<int, I>{}), ...);
+    (body(Constant<I>{}), ...);
   }(std::make_integer_sequence<int, N>{});
 }
 

@@ -60,8 +60,8 @@ void on_deallocate(const Kokkos::Profiling::SpaceHandle, const char*, const void
   g_record->live_bytes -= g_record->live[address];
   g_record->live.erase(address);
 }
-void on_copy(Kokkos::Profiling::SpaceHandle, const char* to, const void*, Kokkos::Profiling::SpaceHandle,
-             const char*, const void*, std::uint64_t) {
+void on_copy(Kokkos::Profiling::SpaceHandle, const char* to, const void*,
+             Kokkos::Profiling::SpaceHandle, const char*, const void*, std::uint64_t) {
   if (g_record) g_record->copies.emplace_back(to);
 }
 
@@ -134,14 +134,16 @@ class Call {
     return LinAttn::plan<float>(m_exec, V{}, m_problem, pass, m_options);
   }
   void run() {
-    LinAttn::forward<float>(m_exec, V{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s}, m_arena, m_options);
-    LinAttn::backward<float>(m_exec, V{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s}, o, gradients(),
-                             m_arena, m_options);
+    LinAttn::forward<float>(m_exec, V{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s},
+                            m_arena, m_options);
+    LinAttn::backward<float>(m_exec, V{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s}, o,
+                             gradients(), m_arena, m_options);
   }
   void run_without_workspace() {
-    LinAttn::forward<float>(m_exec, V{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s}, m_options);
-    LinAttn::backward<float>(m_exec, V{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s}, o, gradients(),
-                             m_options);
+    LinAttn::forward<float>(m_exec, V{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s},
+                            m_options);
+    LinAttn::backward<float>(m_exec, V{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s}, o,
+                             gradients(), m_options);
   }
 
  private:
@@ -192,7 +194,8 @@ TEST(Tools, EveryLabelIsOursAndRegionsAreBalanced) {
         // forward has a state, a scan and an output where segments are worked on at once
         EXPECT_GE(seen.kernels.size(), segments > 1 ? 9u : 3u) << V::name;
         for (const std::string& label : seen.kernels) EXPECT_TRUE(is_ours(label)) << label;
-        EXPECT_EQ(seen.regions, (std::vector<std::string>{"LinAttn::forward", "LinAttn::backward"}));
+        EXPECT_EQ(seen.regions,
+                  (std::vector<std::string>{"LinAttn::forward", "LinAttn::backward"}));
         EXPECT_EQ(seen.open_regions, 0);
       }
     }
@@ -225,16 +228,20 @@ TEST(Tools, WithoutAWorkspaceOneLabelledAllocationACall) {
     const Watching watching(Watch::costs);
     call.run_without_workspace();
     const Record& seen = watching.record();
-    EXPECT_EQ(seen.allocations, (std::vector<std::string>{"LinAttn::workspace", "LinAttn::workspace"}));
+    EXPECT_EQ(seen.allocations,
+              (std::vector<std::string>{"LinAttn::workspace", "LinAttn::workspace"}));
     EXPECT_EQ(seen.live_bytes, 0u);
 #if KOKKOS_VERSION >= 40000
-    EXPECT_FALSE(seen.fences.empty());  // the calls say that they fence; this also shows that fences are seen
+    EXPECT_FALSE(
+        seen.fences
+            .empty());  // the calls say that they fence; this also shows that fences are seen
 #endif
   });
 }
 
-/// Beyond inputs and outputs: one accumulator number a row for what is kept, the same again and the states
-/// of segments while a pass runs, and tiles of the workers, which do not grow with the sequence.
+/// Beyond inputs and outputs: one accumulator number a row for what is kept, the same again and the
+/// states of segments while a pass runs, and tiles of the workers, which do not grow with the
+/// sequence.
 TEST(Tools, PeakMemoryIsWithinTheBound) {
   for_each_case([]<class Exec, class V>(const Exec& exec, std::type_identity<V>) {
     for (bool causal : {false, true}) {
@@ -253,10 +260,12 @@ TEST(Tools, PeakMemoryIsWithinTheBound) {
           const LinAttn::Plan plan = call.plan(Pass::backward);
           tiles[i] = static_cast<std::uint64_t>(plan.workers) * plan.tile_bytes;
           const std::uint64_t rows = 4ull * static_cast<std::uint64_t>(n);
-          const std::uint64_t states = plan.segments > 1 ? plan.segments * 2ull * (48 * 33 + 2 * 48) : 0;
+          const std::uint64_t states =
+              plan.segments > 1 ? plan.segments * 2ull * (48 * 33 + 2 * 48) : 0;
           const std::uint64_t alignment = 16 * 128;
           EXPECT_LE(peaks[i], sizeof(float) * (rows + states) + tiles[i] + alignment)
-              << V::name << (causal ? " causal" : " full") << " segments " << segments << " N " << n;
+              << V::name << (causal ? " causal" : " full") << " segments " << segments << " N "
+              << n;
         }
         EXPECT_EQ(tiles[0], tiles[1]);
         // at most one number a row more for twice the length, nothing near N D Dv
@@ -272,7 +281,8 @@ void kernels_run_on_the_instance() {
   const auto instances = Kokkos::Experimental::partition_space(Exec(), 1, 1);
   std::set<std::uint32_t> seen[2];
   for (int i = 0; i < 2; ++i) {
-    for (const Problem& p : {small, Problem{2, 4, 2, 0, 130, 6, 5}, Problem{2, 4, 2, 90, 0, 6, 5}}) {
+    for (const Problem& p :
+         {small, Problem{2, 4, 2, 0, 130, 6, 5}, Problem{2, 4, 2, 90, 0, 6, 5}}) {
       Call<Exec, LinAttn::Lln> call(instances[i], p, {.chunk = 16, .segments = 3});
       const Watching watching(Watch::kernels);
       call.run();

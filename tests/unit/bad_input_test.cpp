@@ -175,6 +175,114 @@ TYPED_TEST(BadInput, GradientOfAParameterThatIsNotThere) {
   expect_refusal([&] { run({.key_parameter = beta.ref()}); }, {"elu", "no key parameter"});
 }
 
+TYPED_TEST(BadInput, KeyMask) {
+  using ExecSpace = typename TypeParam::ExecSpace;
+  auto inputs = this->call.inputs();
+  const PlacedTensor<std::uint8_t, 2, ExecSpace> mask({2, 11}, Layout::right);
+  inputs.key_mask = mask.input();
+  expect_refusal([&] { this->forward(inputs, this->call.saved(), this->options); },
+                 {"key_mask", "(2, 13)", "(2, 11)"});
+}
+
+// B34, B35: packed sequences of one batch entry, told by offsets that make sense.
+TYPED_TEST(BadInput, PackedSequences) {
+  using ExecSpace = typename TypeParam::ExecSpace;
+  using Float = typename TestFixture::template Float<4>;
+  const Float q({1, 4, 11, 5}, Layout::right), k({1, 2, 13, 5}, Layout::right),
+      v({1, 2, 13, 3}, Layout::right), o({1, 4, 11, 3}, Layout::right);
+  const auto offsets = [](const std::vector<std::int64_t>& x, std::int64_t stride = 1) {
+    const auto count = (static_cast<std::int64_t>(x.size()) + stride - 1) / stride;
+    return SequenceOffsets(x.data(), {count}, {stride});
+  };
+  const auto refuse = [&](const std::vector<std::int64_t>& of_q,
+                          const std::vector<std::int64_t>& of_k, std::vector<std::string> pieces) {
+    Inputs<ExecSpace, float> inputs{.q = q.input(), .k = k.input(), .v = v.input()};
+    if (!of_q.empty()) inputs.cu_seqlens_q = offsets(of_q);
+    if (!of_k.empty()) inputs.cu_seqlens_k = offsets(of_k);
+    expect_refusal([&] { this->forward(inputs, {.o = o.ref()}, this->options); }, pieces);
+  };
+  refuse({0, 11}, {}, {"together", "only cu_seqlens_q"});
+  refuse({}, {0, 13}, {"together", "only cu_seqlens_k"});
+  refuse({0, 5, 11}, {0, 13}, {"same number", "3 and 2"});
+  refuse({1, 11}, {0, 13}, {"cu_seqlens_q", "start at 0", "found 1"});
+  refuse({0, 11}, {2, 13}, {"cu_seqlens_k", "start at 0", "found 2"});
+  refuse({0, 7, 4, 11}, {0, 8, 9, 13}, {"cu_seqlens_q", "decrease", "7 then 4", "entry 2"});
+  refuse({0, 12}, {0, 13}, {"cu_seqlens_q", "end at 11", "found 12"});
+  refuse({0, 11}, {0, 12}, {"cu_seqlens_k", "end at 13", "found 12"});
+  refuse({0, 8, 11}, {0, 7, 13}, {"causal", "Nq = 8", "Nk = 7", "member 0"});
+
+  Inputs<ExecSpace, float> inputs{.q = q.input(), .k = k.input(), .v = v.input()};
+  const std::vector<std::int64_t> spread{0, 99, 11, 99}, keys{0, 13};
+  inputs.cu_seqlens_q = offsets(spread, 2);
+  inputs.cu_seqlens_k = offsets(keys);
+  expect_refusal([&] { this->forward(inputs, {.o = o.ref()}, this->options); },
+                 {"cu_seqlens_q", "contiguous", "stride 2"});
+  const PlacedTensor<std::uint8_t, 2, ExecSpace> mask({1, 13}, Layout::right);
+  const std::vector<std::int64_t> queries{0, 11};
+  inputs.cu_seqlens_q = offsets(queries);
+  inputs.key_mask = mask.input();
+  expect_refusal([&] { this->forward(inputs, {.o = o.ref()}, this->options); },
+                 {"key_mask", "cu_seqlens"});
+
+  auto two = this->call.inputs();
+  two.cu_seqlens_q = offsets(queries);
+  two.cu_seqlens_k = offsets(keys);
+  expect_refusal([&] { this->forward(two, this->call.saved(), this->options); },
+                 {"cu_seqlens", "B = 1", "found B = 2"});
+  Problem packed = this->p;
+  packed.members = 3;
+  expect_refusal([&] { plan<float>(this->exec, Elu{}, packed, Pass::forward, {}); },
+                 {"B = 1", "B = 2", "3 members"});
+}
+
+// B35: a state for every sequence and key head, complete, of the right extents.
+TYPED_TEST(BadInput, States) {
+  using ExecSpace = typename TypeParam::ExecSpace;
+  using Float = typename TestFixture::template Float<4>;
+  using Sums = PlacedTensor<float, 3, ExecSpace>;
+  using Shifts = PlacedTensor<int, 3, ExecSpace>;
+  auto& call = this->call;
+  const Float S({2, 2, 5, 3}, Layout::right), few({1, 2, 5, 3}, Layout::right),
+      turned({2, 2, 3, 5}, Layout::right);
+  const Sums z({2, 2, 5}, Layout::right), few_z({2, 4, 5}, Layout::right);
+  const Shifts shift({2, 2, 5}, Layout::right), few_shifts({2, 2, 4}, Layout::right);
+  const auto refuse = [&](const State<ExecSpace, float>& state, std::vector<std::string> pieces) {
+    auto inputs = call.inputs();
+    inputs.state = state.as_const();
+    auto expect = [&](std::string which, const auto& body) {
+      auto all = pieces;
+      all.push_back(which);
+      expect_refusal(body, all);
+    };
+    expect("initial state", [&] { this->forward(inputs, call.saved(), this->options); });
+    auto saved = call.saved();
+    saved.state = state;
+    expect("final state", [&] { this->forward(call.inputs(), saved, this->options); });
+    expect("cotangent of the final state", [&] {
+      LinAttn::backward<float>(this->exec, call.variant(), call.inputs(), call.saved(),
+                               Cotangents<ExecSpace, float>{call.d_o.input(), state.as_const()},
+                               call.gradients({}), this->workspace(), this->options);
+    });
+  };
+  refuse({few.ref(), z.ref(), shift.ref()}, {"S of the", "(2, 2, 5, 3)", "(1, 2, 5, 3)"});
+  refuse({turned.ref(), z.ref(), shift.ref()}, {"S of the", "(2, 2, 5, 3)", "(2, 2, 3, 5)"});
+  refuse({S.ref(), few_z.ref(), shift.ref()}, {"z of the", "(2, 2, 5)", "(2, 4, 5)"});
+  refuse({S.ref(), z.ref(), few_shifts.ref()}, {"shift of the", "(2, 2, 5)", "(2, 2, 4)"});
+  refuse({S.ref(), {}, shift.ref()}, {"z of the", "nothing"});
+  refuse({{}, z.ref(), shift.ref()}, {"S of the", "nothing"});
+  refuse({S.ref(), z.ref(), {}}, {"shift of the", "nothing"});
+
+  auto gradients = call.gradients({});
+  gradients.state = {.S = S.ref(), .z = z.ref()};
+  expect_refusal([&] { this->backward(call.inputs(), call.saved(), call.d_o.input(), gradients); },
+                 {"gradient of the initial state", "none"});
+  auto inputs = call.inputs();
+  inputs.state = State<ExecSpace, float>{S.ref(), z.ref(), shift.ref()}.as_const();
+  gradients.state.S = few.ref();
+  expect_refusal([&] { this->backward(inputs, call.saved(), call.d_o.input(), gradients); },
+                 {"gradient of S", "(2, 2, 5, 3)", "(1, 2, 5, 3)"});
+}
+
 TYPED_TEST(BadInput, Parameters) {
   using ExecSpace = typename TypeParam::ExecSpace;
   const PlacedTensor<double, 1, ExecSpace> three({3}, Layout::right);

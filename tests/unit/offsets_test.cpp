@@ -103,7 +103,11 @@ TYPED_TEST(Offsets, EveryDimensionBeyond32Bits) {
     const Saved<ExecSpace, T> saved{.o = o, .denominator = sums};
     forward<T>(exec, variant, inputs, saved, options);
     backward<T>(exec, variant, inputs, saved, d_o, {.q = d_q, .k = d_k, .v = d_v}, options);
-    Outcome<T> found{.o = get(o), .q = get(d_q), .k = get(d_k), .v = get(d_v)};
+    Outcome<T> found;
+    found.o = get(o);
+    found.q = get(d_q);
+    found.k = get(d_k);
+    found.v = get(d_v);
     for (const double x : expected.gradient.alpha) found.alpha.push_back(x);
     for (const double x : expected.gradient.beta) found.beta.push_back(x);
     EXPECT_TRUE((agrees<T, Lln>(c, found, expected, options.chunk)));

@@ -137,15 +137,16 @@ struct Sequence {
 struct Visibility {
   const std::uint8_t* mask = nullptr;
   std::int64_t stride = 0;
+  bool nothing = false;  // nobody looks at these keys
 
   template <class Args>
   KOKKOS_FORCEINLINE_FUNCTION static Visibility of(const Args& args, const Sequence& sequence) {
     if (!args.key_mask) return {};
     return {args.key_mask + sequence.batch * args.mask_batch_stride + sequence.k_begin * args.mask_stride,
-            args.mask_stride};
+            args.mask_stride, false};
   }
   KOKKOS_FORCEINLINE_FUNCTION bool operator()(std::int64_t key) const {
-    return !mask || mask[key * stride] != 0;
+    return !nothing && (!mask || mask[key * stride] != 0);
   }
 };
 

@@ -57,6 +57,8 @@ class Walker {
     m_kv_head = m_unit % m_args.kv_heads;
     m_sequence = Sequence::at(m_args, m_member);
     m_visible = Visibility::of(m_args, m_sequence);
+    // keys that no query and no later loss looks at have gradient 0, whatever they hold
+    m_visible.nothing = walk == Walk::key_gradient && m_sequence.nq == 0 && !m_args.last_cotangent.present;
     switch (walk) {
       case Walk::key_state: return walk_key_state();
       case Walk::output: return walk_output();
@@ -1154,7 +1156,7 @@ class Walker {
               [=](int r) { return [=](int d) { d_x[r * d_row + d * d_element] = T(0); }; });
         };
         if (Team::on_host && layout.element_stride == 1 && d_layout.element_stride == 1)
-          write(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
+          write(Constant<1>{}, Constant<1>{});
         else
           write(layout.element_stride, d_layout.element_stride);
       }

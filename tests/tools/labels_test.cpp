@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+// What profiling tools see of a call: labels, regions, instances, copies, allocations and fences.
+
+#include "../unit/attention_case.hpp"
+#include "../unit/spaces.hpp"
+#include "events.hpp"
+
+namespace {
+
+using namespace LinAttn;
+using namespace LinAttn::test_support;
+
+/// A call whose memory exists before it is watched.
+template <class T, class ExecSpace, Variant V>
+class Prepared {
+ public:
+  Prepared(const Case& c, const Options& options, const ExecSpace& exec)
+      : m_call(c, options, {}, exec),
+        m_options(options),
+        m_exec(exec),
+        m_arena(std::max(m_call.workspace_bytes(Pass::forward),
+                         m_call.workspace_bytes(Pass::backward))),
+        m_variant(m_call.variant()),
+        m_inputs(m_call.inputs()),
+        m_saved(m_call.saved()),
+        m_cotangents(m_call.cotangents()),
+        m_gradients(m_call.gradients({})) {}
+
+  void forward() const {
+    LinAttn::forward<T>(m_exec, m_variant, m_inputs, m_saved, m_arena.workspace(), m_options);
+  }
+  void backward() const {
+    LinAttn::backward<T>(m_exec, m_variant, m_inputs, m_saved, m_cotangents, m_gradients,
+                         m_arena.workspace(), m_options);
+  }
+  void allocating_forward() const {
+    LinAttn::forward<T>(m_exec, m_variant, m_inputs, m_saved, m_options);
+  }
+  void allocating_backward() const {
+    LinAttn::backward<T>(m_exec, m_variant, m_inputs, m_saved, m_cotangents, m_gradients,
+                         m_options);
+  }
+  std::size_t workspace_bytes(Pass pass) const { return m_call.workspace_bytes(pass); }
+
+ private:
+  Attention<T, ExecSpace, V> m_call;
+  Options m_options;
+  ExecSpace m_exec;
+  Arena<ExecSpace> m_arena;
+  V m_variant;
+  Inputs<ExecSpace, T> m_inputs;
+  Saved<ExecSpace, T> m_saved;
+  Cotangents<ExecSpace, T> m_cotangents;
+  Gradients<ExecSpace, T> m_gradients;
+};
+
+template <class C>
+class Tools : public ::testing::Test {
+ public:
+  using V = typename C::V;
+  using ExecSpace = typename C::ExecSpace;
+  using Call = Prepared<double, ExecSpace, V>;
+
+  /// Whole problems, and those of early returns: no batch, no query, no key.
+  template <class Body>
+  static void for_each_call(const ExecSpace& exec, const Body& body) {
+    const Problem shapes[] = {{2, 4, 2, 90, 100, 5, 3},
+                              {0, 2, 2, 9, 9, 3, 4},
+                              {2, 2, 1, 0, 9, 3, 4},
+                              {2, 2, 1, 9, 0, 3, 4}};
+    for (const Problem& p : shapes)
+      for (const bool causal : {false, true}) {
+        if (causal && p.nq > p.nk) continue;
+        for (const int segments : {1, 3}) {
+          const Options options{.causal = causal, .chunk = 16, .segments = segments};
+          SCOPED_TRACE(describe(p, options));
+          const Case c = random_case<double, V>(p, options);
+          body(Call(c, options, exec));
+        }
+      }
+  }
+};
+
+TYPED_TEST_SUITE(Tools, OverVariantsInDouble, ConfigName);
+
+bool has_prefix(const std::string& label) { return label.rfind("LinAttn::", 0) == 0; }
+
+TYPED_TEST(Tools, EveryLabelNamesTheLibrary) {
+  const typename TypeParam::ExecSpace exec;
+  this->for_each_call(exec, [&](const auto& call) {
+    const Recording recording(Watch::kernels_and_memory);
+    call.forward();
+    call.backward();
+    call.allocating_forward();
+    call.allocating_backward();
+    for (const Event& event : recording.events()) {
+      if (event.kind == Event::Kind::end_of_region) continue;
+      EXPECT_TRUE(has_prefix(event.label))
+          << "kind " << static_cast<int>(event.kind) << " label '" << event.label << "'";
+    }
+  });
+}
+
+// One region for each public call that has work, around all its kernels, closed again.
+TYPED_TEST(Tools, OneRegionForEachCall) {
+  const typename TypeParam::ExecSpace exec;
+  const Problem p{2, 4, 2, 90, 100, 5, 3};
+  for (const int segments : {1, 3}) {
+    const Options options{.causal = true, .chunk = 16, .segments = segments};
+    const Case c = random_case<double, typename TypeParam::V>(p, options);
+    const typename TestFixture::Call call(c, options, exec);
+    const auto check = [&](const char* region, const auto& run) {
+      const Recording recording(Watch::kernels_and_memory);
+      run();
+      int depth = 0, regions = 0, kernels = 0;
+      for (const Event& event : recording.events()) {
+        if (event.kind == Event::Kind::region) {
+          EXPECT_EQ(event.label, region);
+          ++regions, ++depth;
+        }
+        if (event.kind == Event::Kind::end_of_region) --depth;
+        if (event.kind != Event::Kind::kernel) continue;
+        ++kernels;
+        EXPECT_EQ(depth, 1) << event.label;
+        EXPECT_EQ(event.label.rfind(std::string(region) + "::", 0), 0u) << event.label;
+      }
+      EXPECT_EQ(regions, 1);
+      EXPECT_EQ(depth, 0);
+      EXPECT_GE(kernels, segments == 1 ? 1 : 3);
+    };
+    check("LinAttn::forward", [&] { call.forward(); });
+    check("LinAttn::backward", [&] { call.backward(); });
+  }
+}
+
+// With several segments states are formed, scanned, used; with one nothing is spilled.
+TYPED_TEST(Tools, SegmentsAreScanned) {
+  const typename TypeParam::ExecSpace exec;
+  for (const int segments : {1, 2}) {
+    const Options options{.causal = true, .chunk = 16, .segments = segments};
+    const Case c = random_case<double, typename TypeParam::V>({1, 2, 2, 90, 90, 5, 3}, options);
+    const typename TestFixture::Call call(c, options, exec);
+    const Recording recording(Watch::kernels_and_memory);
+    call.forward();
+    std::vector<std::string> labels;
+    for (const Event& event : recording.of(Event::Kind::kernel)) labels.push_back(event.label);
+    if (segments == 1)
+      EXPECT_EQ(labels, std::vector<std::string>({"LinAttn::forward::output"}));
+    else
+      EXPECT_EQ(labels,
+                std::vector<std::string>({"LinAttn::forward::key_state", "LinAttn::forward::scan",
+                                          "LinAttn::forward::output"}));
+  }
+}
+
+// Kernels run where the caller said, on every path.
+TYPED_TEST(Tools, KernelsRunOnTheCallersInstance) {
+  const auto exec = another_instance<typename TypeParam::ExecSpace>();
+  this->for_each_call(exec, [&](const auto& call) {
+    const Recording recording(Watch::kernels_and_memory);
+    call.forward();
+    call.backward();
+    for (const Event& event : recording.of(Event::Kind::kernel))
+      EXPECT_EQ(event.device, device_id(exec)) << event.label;
+  });
+}
+
+// With the caller's workspace nothing is allocated or copied. (Kokkos itself may set up memory for
+// teams at the first kernel.)
+TYPED_TEST(Tools, NothingIsAllocatedOrCopied) {
+  const typename TypeParam::ExecSpace exec;
+  this->for_each_call(exec, [&](const auto& call) {
+    call.forward();
+    call.backward();
+    exec.fence();
+    const Recording recording(Watch::kernels_and_memory);
+    call.forward();
+    call.backward();
+    for (const Event& event : recording.events())
+      EXPECT_TRUE(event.kind == Event::Kind::kernel || event.kind == Event::Kind::region ||
+                  event.kind == Event::Kind::end_of_region)
+          << static_cast<int>(event.kind) << " " << event.label;
+  });
+}
+
+TYPED_TEST(Tools, NothingFences) {
+  if (!reports_fences) GTEST_SKIP() << "this Kokkos does not report fences";
+  const typename TypeParam::ExecSpace exec;
+  this->for_each_call(exec, [&](const auto& call) {
+    call.forward();
+    call.backward();
+    exec.fence();
+    const Recording recording(Watch::fences_and_memory);
+    call.forward();
+    call.backward();
+    for (const Event& event : recording.events())
+      ADD_FAILURE() << static_cast<int>(event.kind) << " " << event.label;
+  });
+}
+
+// The overloads without a workspace allocate exactly it, and release it.
+TYPED_TEST(Tools, AllocatingOverloadsAllocateTheWorkspace) {
+  const typename TypeParam::ExecSpace exec;
+  const Options options{.causal = true, .chunk = 16, .segments = 2};
+  const Case c = random_case<double, typename TypeParam::V>({2, 2, 2, 90, 90, 5, 3}, options);
+  const typename TestFixture::Call call(c, options, exec);
+  call.forward();
+  exec.fence();
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const Recording recording(Watch::kernels_and_memory);
+    if (pass == Pass::forward)
+      call.allocating_forward();
+    else
+      call.allocating_backward();
+    const auto allocations = recording.of(Event::Kind::allocation);
+    ASSERT_EQ(allocations.size(), 1u);
+    EXPECT_EQ(allocations[0].label, "LinAttn::workspace");
+    EXPECT_EQ(recording.of(Event::Kind::release).size(), 1u);
+    EXPECT_EQ(allocations[0].bytes, call.workspace_bytes(pass));
+  }
+}
+
+}  // namespace
