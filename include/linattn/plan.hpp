@@ -54,7 +54,7 @@ struct Plan {
 /// \throws InvalidArgument for a negative request
 inline Plan make_plan(const Problem& problem, const MachineTraits& machine, int requested_chunk,
                       int requested_segments, const std::function<std::size_t(int)>& tile_bytes) {
-  constexpr int host_chunk = 64;              // equal values: 1e-5 at 65,536 tokens in fp32
+  constexpr int host_chunk = 64;              // 16 to 64 measured within 10 % of each other
   constexpr int device_chunks[] = {64, 32, 16};
   constexpr int device_team_size = 128;
   constexpr int chunks_worth_a_segment = 4;   // shorter segments cost more in states than they gain
