@@ -524,8 +524,9 @@ class TensorFileParser {
     if (!m_result.causal()) return;
     for (const Member& member : sequences())
       if (member.nq > member.nk)
-        fail("/inputs/q", detail::message("expected Nq <= Nk because causal = 1, found Nq = ",
-                                          member.nq, " and Nk = ", member.nk, member.name));
+        fail(m_result.m_packed ? "/inputs/cu_seqlens_q" : "/inputs/q",
+             detail::message("expected Nq <= Nk because causal = 1, found Nq = ", member.nq,
+                             " and Nk = ", member.nk, member.name));
   }
 
   // ---- what single variants add ----

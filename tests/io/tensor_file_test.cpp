@@ -497,10 +497,9 @@ TEST_F(TensorFileTest, PackedOffsets) {
 }
 
 TEST_F(TensorFileTest, CausalHoldsInEveryPackedSequence) {
-  EXPECT_EQ(
-      refusal(Content().packed({0, 1, 4}, {0, 3, 5}).config("causal", 1)),
-      "/inputs/q: expected Nq <= Nk because causal = 1, found Nq = 3 and Nk = 2 in packed sequence "
-      "1");
+  EXPECT_EQ(refusal(Content().packed({0, 1, 4}, {0, 3, 5}).config("causal", 1)),
+            "/inputs/cu_seqlens_q: expected Nq <= Nk because causal = 1, found Nq = 3 and Nk = 2 in "
+            "packed sequence 1");
   EXPECT_EQ(read(Content().packed({0, 2, 4}, {0, 3, 5}).config("causal", 1)).members(), 2);
 }
 
