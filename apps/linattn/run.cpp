@@ -153,8 +153,9 @@ std::string settings_text(const Job& job) {
 
 std::string pass_text(const PassReport& report) {
   const Plan& plan = report.plan;
-  return detail::message(duration(report.median()), " (median of ", report.seconds.size(),
-                         "), chunk ", plan.chunk, ", segments ", plan.segments, ", workers ",
+  const auto [least, most] = std::minmax_element(report.seconds.begin(), report.seconds.end());
+  return detail::message(duration(report.median()), " (median of ", report.seconds.size(), ", ",
+                         duration(*least), " to ", duration(*most), "), chunk ", plan.chunk, ", segments ", plan.segments, ", workers ",
                          plan.workers, ", workspace ", bytes(report.workspace_bytes));
 }
 

@@ -117,13 +117,13 @@ class Comparer {
 
 /// \throws InvalidArgument if the file holds nothing that could be verified, or more than can be
 std::vector<Row> verify_file(const io::TensorFile& file, const VerifyOptions& options) {
-  require_supported(file, Use::verify);
   const bool gradients =
       !file.names("/expected_grad").empty() || !file.names("/expected_grad/state").empty();
   const bool states = !file.names("/expected/state").empty();
   if (!gradients && !states && !file.has("/expected/o"))
     throw InvalidArgument(file.file().string() +
                           ": /expected/o: expected a dataset to verify against, found nothing");
+  require_supported(file, Use::verify);
   Job job = make_job(file, gradients);
   job.wants_state = states;
   std::vector<Row> rows;
@@ -203,8 +203,8 @@ struct Tally {
   }
 
   ExitStatus status() const {
-    if (unusable > 0) return ExitStatus::refused;
-    return failed > 0 ? ExitStatus::verification_failed : ExitStatus::done;
+    if (failed > 0) return ExitStatus::verification_failed;  // a wrong number outweighs an unread file
+    return unusable > 0 ? ExitStatus::refused : ExitStatus::done;
   }
 };
 

@@ -66,7 +66,9 @@ TYPED_TEST(Memory, WithinTheBound) {
           EXPECT_LE(bytes, this->allowed(p, pass, options) + (p.nq < p.nk ? shifts : 0))
               << describe(p, options) << (pass == Pass::forward ? " forward" : " backward");
           // the states of all tokens, as a careless implementation keeps them
-          if (p.nq > 1000) EXPECT_LT(bytes, p.nq * p.heads * p.d * p.dv);
+          if (p.nq > 1000) {
+            EXPECT_LT(bytes, p.nq * p.heads * p.d * p.dv);
+          }
         }
 }
 
@@ -87,7 +89,9 @@ TYPED_TEST(Memory, SlopeInTheNumberOfTokens) {
                             static_cast<std::int64_t>(this->workspace(once, pass, options));
           const std::int64_t rows = once.batch * once.heads * n;
           EXPECT_LE(more, rows * static_cast<std::int64_t>(sizeof(A))) << describe(once, options);
-          if (!is_scaled<V> || pass == Pass::forward) EXPECT_EQ(more, 0) << describe(once, options);
+          if (!is_scaled<V> || pass == Pass::forward) {
+            EXPECT_EQ(more, 0) << describe(once, options);
+          }
         }
 }
 

@@ -73,7 +73,8 @@ TEST(Plan, OnTheHost) {
   }
 }
 
-// The largest chunk whose tiles fit the scratch memory of a team, else tiles in the workspace.
+// The largest chunk whose tiles fit the scratch memory of a team. Where none fits, tiles live in
+// the workspace, in chunks of the full length.
 TEST(Plan, OnADevice) {
   struct Row {
     std::size_t scratch;
@@ -82,8 +83,9 @@ TEST(Plan, OnADevice) {
     bool expected_scratch;
   };
   const Row table[] = {{1 << 20, 0, 64, true}, {65536, 0, 64, true}, {65535, 0, 32, true},
-                       {40936, 0, 32, true},   {20000, 0, 16, true}, {16383, 0, 16, false},
-                       {0, 0, 16, false},      {65536, 8, 8, true},  {65536, 128, 128, false}};
+                       {40936, 0, 32, true},   {20000, 0, 16, true}, {16383, 0, 64, false},
+                       {0, 0, 64, false},      {65536, 8, 8, true},  {65536, 128, 128, false},
+                       {0, 16, 16, false}};
   for (const Row& row : table) {
     const Plan plan = make_plan(extents(4, 8, 4096), device(2048 * 100, row.scratch), row.chunk, 0,
                                 kibibyte_a_token);

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+// The paths of a device without one: the walks of the engine by teams of threads that meet at
+// barriers, as a GPU would run them, held to the reference. What threads of a team give does not
+// depend on their number.
+
+#include <barrier>
+#include <thread>
+
+#include "attention_case.hpp"
+#include "spaces.hpp"
+
+namespace {
+
+using namespace LinAttn;
+using namespace LinAttn::test_support;
+using ExecSpace = Kokkos::DefaultHostExecutionSpace;
+
+/// What DeviceTeam asks of a Kokkos team member.
+struct Member {
+  int rank = 0, size = 1;
+  std::barrier<>* meeting = nullptr;
+  int team_rank() const { return rank; }
+  int team_size() const { return size; }
+  void team_barrier() const { meeting->arrive_and_wait(); }
+};
+
+/// One pass whose kernels are run by emulated teams instead of Kokkos.
+template <class T, Variant V>
+class EmulatedPass {
+ public:
+  using A = accumulator_t<T>;
+  using QueryMap = query_map_t<V>;
+  using KeyMap = key_map_t<V>;
+  using Args = LinAttn::detail::Arguments<T, QueryMap, KeyMap>;
+  using Walk = LinAttn::detail::Walk;
+  using ScanKind = LinAttn::detail::ScanKind;
+  static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
+
+  EmulatedPass(const Attention<T, ExecSpace, V>& call, const Problem& problem, Pass pass,
+               const Options& options, int team_size)
+      : m_call(ExecSpace(), call.variant(), problem, pass, options),
+        m_arena(m_call.workspace_bytes()),
+        m_team_size(team_size) {
+    m_call.use_workspace(m_arena.workspace());
+    m_call.bind(call.inputs(), call.saved());
+    Args& args = m_call.arguments();
+    m_call.bind_state("final state", call.saved().state, args.last);
+    if (pass == Pass::forward) return;
+    m_call.bind_state("cotangent", call.cotangents().state, args.last_cotangent);
+    const auto gradients = call.gradients({});
+    args.d_o = decltype(args.d_o)(call.d_o.input());
+    args.d_q = decltype(args.d_q)(gradients.q);
+    args.d_k = decltype(args.d_k)(gradients.k);
+    args.d_v = decltype(args.d_v)(gradients.v);
+    if (gradients.state.S.present()) {
+      args.initial_gradient.values = decltype(args.initial_gradient.values)(gradients.state.S);
+      args.initial_gradient.sums = decltype(args.initial_gradient.sums)(gradients.state.z);
+      args.initial_gradient.present = true;
+    }
+  }
+
+  void forward() {
+    if (args().plan.segments > 1) {
+      walk(Walk::key_state, false);
+      scan(args().causal ? ScanKind::prefix : ScanKind::total, args().initial, 1, false);
+    }
+    walk(Walk::output, false);
+  }
+
+  void backward(const Attention<T, ExecSpace, V>& call) {
+    const ScanKind total = ScanKind::total;
+    if (args().plan.segments > 1) {
+      walk(Walk::key_state, true);
+      scan(args().causal ? ScanKind::prefix : total, args().initial, 1, true);
+    }
+    walk(Walk::query_gradient, true);
+    if constexpr (scaled) find_shifts();
+    if (args().plan.segments > 1) {
+      walk(Walk::query_state, true);
+      scan(args().causal ? ScanKind::suffix : total, args().last_cotangent, -1, true);
+    }
+    walk(Walk::key_gradient, true);
+    const auto gradients = call.gradients({});
+    if (gradients.query_parameter.present())
+      sum(gradients.query_parameter, args().query_parameter_parts, args().group);
+    if (gradients.key_parameter.present())
+      sum(gradients.key_parameter, args().key_parameter_parts, 1);
+  }
+
+ private:
+  Args& args() { return m_call.arguments(); }
+
+  void walk(Walk kind, bool transposed) {
+    using Team = LinAttn::detail::DeviceTeam<Member>;
+    for (int worker = 0; worker < args().plan.workers; ++worker) {
+      std::byte* const memory =
+          args().worker_memory + static_cast<std::size_t>(worker) * args().plan.tile_bytes;
+      std::barrier<> meeting(m_team_size);
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < m_team_size; ++rank)
+        threads.emplace_back([&, rank] {
+          const Member member{rank, m_team_size, &meeting};
+          const Team team{member};
+          LinAttn::detail::for_each(team, static_cast<int>(args().plan.tile_bytes / sizeof(int)),
+                                    [&](int i) { reinterpret_cast<int*>(memory)[i] = 0; });
+          team.barrier();
+          LinAttn::detail::ArenaCursor arena(memory);
+          const LinAttn::detail::Tiles<A> tiles(arena, args(), kind, transposed, scaled);
+          LinAttn::detail::Walker<Team, T, QueryMap, KeyMap> walker(team, args(), tiles,
+                                                                    transposed);
+          for (std::int64_t task = worker; task < args().tasks; task += args().plan.workers)
+            walker.run(kind, task);
+        });
+      for (std::thread& thread : threads) thread.join();
+    }
+  }
+
+  std::int64_t units() { return args().sequences * args().kv_heads; }
+
+  template <class Kernel>
+  void launch(std::int64_t teams, const Kernel& kernel) {
+    Kokkos::parallel_for("test::kernel",
+                         Kokkos::TeamPolicy<ExecSpace>(static_cast<int>(teams), 1, 1), kernel);
+    Kokkos::fence();
+  }
+  template <class Edge>
+  void scan(ScanKind kind, const Edge& edge, int sign, bool transposed) {
+    const LinAttn::detail::ScanStates<ExecSpace, A, scaled> kernel{
+        args().states,   edge,      sign,           kind, transposed, args().plan.segments,
+        args().features, args().dv, args().kv_heads};
+    launch(units() * kernel.blocks(), kernel);
+  }
+  void find_shifts() {
+    if (args().shift_entries == 0) return;
+    launch(units() * args().shift_entries,
+           LinAttn::detail::FindShifts<ExecSpace, T, QueryMap, KeyMap>{args()});
+    launch(units(), LinAttn::detail::ScanShifts<ExecSpace>{
+                        args().shift_table, args().initial.shifts, args().shift_entries,
+                        args().kv_heads, args().features});
+  }
+  void sum(const TensorRef<double, 1, ExecSpace>& gradient, const double* parts,
+           std::int64_t group) {
+    const LinAttn::detail::SumParameterParts<ExecSpace> kernel{parts,
+                                                               gradient.data(),
+                                                               gradient.stride(0),
+                                                               args().sequences,
+                                                               args().kv_heads,
+                                                               args().plan.segments,
+                                                               group};
+    for (std::int64_t head = 0; head < gradient.extent(0); ++head) kernel(head);
+  }
+
+  LinAttn::detail::Call<T, ExecSpace, V> m_call;
+  Arena<ExecSpace> m_arena;
+  int m_team_size;
+};
+
+template <class T, Variant V>
+Outcome<T> by_emulated_teams(const Case& c, const Options& options, int team_size) {
+  Attention<T, ExecSpace, V> call(c, options);
+  EmulatedPass<T, V>(call, c.problem, Pass::forward, options, team_size).forward();
+  EmulatedPass<T, V>(call, c.problem, Pass::backward, options, team_size).backward(call);
+  return call.outcome();
+}
+
+template <class C>
+class DeviceTeams : public BoundedTest {
+ public:
+  using T = typename C::T;
+  using V = typename C::V;
+
+  static void check(const Case& c, const Case& for_reference, const Options& options) {
+    SCOPED_TRACE(describe(c.problem, options));
+    const auto alone = by_emulated_teams<T, V>(c, options, 1);
+    if (!c.initial) {
+      EXPECT_TRUE(
+          (agrees<T, V>(c, alone, expected_of<T, V>(for_reference, options), options.chunk)));
+    }
+    EXPECT_TRUE(same_bits(by_emulated_teams<T, V>(c, options, 3), alone));
+  }
+};
+
+// The walks are the same for float and double; one of them is enough for each kind of map.
+using OnTeams = ::testing::Types<Config<ExecSpace, double, Elu>, Config<ExecSpace, float, Lln>>;
+TYPED_TEST_SUITE(DeviceTeams, OnTeams, ConfigName);
+
+TYPED_TEST(DeviceTeams, AgreeWithTheReference) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  for (const bool causal : {false, true})
+    for (const bool normalise : {true, false})
+      for (const int segments : {1, 2}) {
+        const Options options{
+            .causal = causal, .normalise = normalise, .chunk = 12, .segments = segments};
+        const Case c = random_case<T, V>({2, 4, 2, 31, 40, 5, 7}, options);
+        this->check(c, c, options);
+      }
+}
+
+TYPED_TEST(DeviceTeams, MasksMembersAndStates) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  for (const bool causal : {false, true})
+    for (const int segments : {1, 2}) {
+      const Options options{.causal = causal, .normalise = true, .chunk = 8, .segments = segments};
+      Case masked = random_case<T, V>({1, 2, 1, 20, 30, 5, 3}, options);
+      for (int n = 0; n < 30; ++n) masked.key_mask.push_back(static_cast<std::uint8_t>(n % 4 != 1));
+      Case poisoned = masked;
+      for (std::size_t n = 0; n < 30; ++n) {
+        if (masked.key_mask[n] != 0) continue;
+        std::fill_n(poisoned.k.begin() + static_cast<std::ptrdiff_t>(5 * n), 5,
+                    std::numeric_limits<double>::quiet_NaN());
+        std::fill_n(poisoned.v.begin() + static_cast<std::ptrdiff_t>(3 * n), 3,
+                    std::numeric_limits<double>::quiet_NaN());
+      }
+      this->check(poisoned, masked, options);
+
+      Case packed = random_case<T, V>({1, 2, 1, 30, 30, 5, 3}, options);
+      pack(packed, {9, 0, 21}, {9, 0, 21});
+      this->check(packed, packed, options);
+
+      // with states: what one thread gives on these paths is what the host gives on its own
+      Case stateful = random_case<T, V>({1, 2, 1, 20, 30, 5, 3}, options);
+      Random random(seed());
+      stateful.initial = StateValues{random.normals(15), random.uniforms(5, 1, 2), {}};
+      if (is_scaled<V>) stateful.initial->shift = {0, -3, 2, 1, 0};
+      stateful.last_cotangent = StateValues{random.normals(15), random.normals(5), {}};
+      stateful.wants_last = true;
+      this->check(stateful, stateful, options);
+      const auto device = by_emulated_teams<T, V>(stateful, options, 2);
+      const auto host = attend<T, ExecSpace, V>(stateful, options);
+      const auto near = [](const auto& a, const auto& b) {
+        double worst = 0, largest = 1;
+        for (std::size_t n = 0; n < a.size(); ++n) {
+          worst = std::max(worst, std::abs(static_cast<double>(a[n]) - static_cast<double>(b[n])));
+          largest = std::max(largest, std::abs(static_cast<double>(b[n])));
+        }
+        return a.size() == b.size() && worst <= 200 * std::numeric_limits<T>::epsilon() * largest;
+      };
+      EXPECT_TRUE(near(device.o, host.o));
+      EXPECT_TRUE(near(device.q, host.q));
+      EXPECT_TRUE(near(device.k, host.k));
+      EXPECT_TRUE(near(device.v, host.v));
+      EXPECT_TRUE(near(device.S, host.S) && near(device.z, host.z));
+      EXPECT_EQ(device.shift, host.shift);
+      EXPECT_TRUE(near(device.d_S, host.d_S) && near(device.d_z, host.d_z));
+    }
+}
+
+// More threads than rows, columns or features.
+TYPED_TEST(DeviceTeams, MoreThreadsThanWork) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  const Options options{.causal = true, .chunk = 4};
+  const Case c = random_case<T, V>({1, 1, 1, 5, 5, 2, 1}, options);
+  EXPECT_TRUE(
+      same_bits(by_emulated_teams<T, V>(c, options, 20), by_emulated_teams<T, V>(c, options, 1)));
+}
+
+}  // namespace
