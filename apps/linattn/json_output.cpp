@@ -89,8 +89,16 @@ JsonOutput::JsonOutput(const std::string& target, const std::vector<std::string>
     : m_target(target) {
   if (m_target.empty() || is_stdout()) return;
   std::error_code error;
+  // names are compared as well: what the command is about to write need not exist yet
+  const auto resolved = [&](const std::string& name) {
+    auto path = std::filesystem::absolute(name, error);
+    if (std::filesystem::is_symlink(path, error))  // it may lead to a file yet to come
+      path = path.parent_path() / std::filesystem::read_symlink(path, error);
+    return std::filesystem::weakly_canonical(path, error);
+  };
   for (const std::string& other : others)
-    if (target == other || std::filesystem::equivalent(target, other, error))
+    if (target == other || std::filesystem::equivalent(target, other, error) ||
+        resolved(target) == resolved(other))
       throw InvalidArgument("--json: expected a file of its own, found " + target +
                             ", which the command reads or writes");
   if (is_special(m_target)) return;

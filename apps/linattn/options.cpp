@@ -56,11 +56,13 @@ void ConfigOptions::add_to(CLI::App& command) {
   auto* const causal_flag =
       command.add_flag("--causal", causal, "Query i sees keys j <= i + Nk - Nq");
   auto* const full_flag = command.add_flag("--full", full, "Every query sees every key");
+  for (auto* const flag : {causal_flag, full_flag}) flag->disable_flag_override();
   causal_flag->excludes(full_flag);
   auto* const normalise_flag =
       command.add_flag("--normalise", normalise, "Divide each row by the sum of its weights");
   auto* const plain_flag = command.add_flag("--no-normalise", no_normalise,
                                             "Do not divide: o = scale * sum of weighted values");
+  for (auto* const flag : {normalise_flag, plain_flag}) flag->disable_flag_override();
   normalise_flag->excludes(plain_flag);
   command.add_option("--scale", scale, "Factor of the output where rows are not normalised")
       ->type_name("NUMBER")

@@ -304,13 +304,16 @@ void add_run(CLI::App& app, Action& action) {
                    "One of " + variant_names() + " (default: the file's)")
       ->type_name("NAME");
   options->config.add_to(*command);
-  command->add_flag("--backward", options->backward, "Also the gradients, given /cotangent/o");
-  command->add_flag("--state", options->state, "Also the state after the last key");
+  command->add_flag("--backward", options->backward, "Also the gradients, given /cotangent/o")
+      ->disable_flag_override();
+  command->add_flag("--state", options->state, "Also the state after the last key")
+      ->disable_flag_override();
   options->execution.add_to(*command, std::string(to_string(default_space())),
                             "f64 for float64 files, else f32");
   command->add_flag(
       "--check", options->check,
-      "Compare with the dense float64 reference (done anyway for a file with /expected)");
+      "Compare with the dense float64 reference (done anyway for a file with /expected)")
+      ->disable_flag_override();
   command->add_option("--repeat", options->repeat, "Timed runs, of which the median is shown")
       ->capture_default_str()
       ->type_name("COUNT")
