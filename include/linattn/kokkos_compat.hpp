@@ -40,6 +40,19 @@ auto light_weight(const Policy& policy) {
   return Kokkos::Experimental::require(policy, Kokkos::Experimental::WorkItemProperty::HintLightWeight);
 }
 
+/// Whether this Kokkos reports fences to tools: 3.4 has the callback and never calls it.
+inline constexpr bool reports_fences = KOKKOS_VERSION >= 40000;
+
+/// A second instance of an execution space where this Kokkos can make one, else the default instance.
+template <class ExecSpace>
+ExecSpace another_instance() {
+#if KOKKOS_VERSION >= 40300
+  return Kokkos::Experimental::partition_space(ExecSpace(), 1, 1)[1];
+#else
+  return ExecSpace();
+#endif
+}
+
 /// Whether kernels of ExecSpace run on the host, as one thread for each team.
 template <class ExecSpace>
 inline constexpr bool is_host_space_v =

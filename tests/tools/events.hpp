@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <linattn/kokkos_compat.hpp>
+
 #include <Kokkos_Core.hpp>
 #include <cstdint>
 #include <cstring>
@@ -121,19 +123,8 @@ class Recording {
   std::vector<Event> m_events;
 };
 
-/// Whether this Kokkos reports fences to tools: 3.4 has the callback and never calls it.
-inline constexpr bool reports_fences = KOKKOS_VERSION >= 40000;
-
-/// A second instance of an execution space where this Kokkos can make one, else the default
-/// instance.
-template <class ExecSpace>
-ExecSpace another_instance() {
-#if KOKKOS_VERSION >= 40300
-  return Kokkos::Experimental::partition_space(ExecSpace(), 1, 1)[1];
-#else
-  return ExecSpace();
-#endif
-}
+using LinAttn::detail::another_instance;
+using LinAttn::detail::reports_fences;
 
 /// The number by which tools know an instance.
 template <class ExecSpace>

@@ -2,9 +2,9 @@
 
 // What profiling tools see of a call: labels, regions, instances, copies, allocations and fences.
 
-#include "../unit/attention_case.hpp"
-#include "../unit/spaces.hpp"
+#include "attention_case.hpp"
 #include "events.hpp"
+#include "spaces.hpp"
 
 namespace {
 

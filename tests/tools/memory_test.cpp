@@ -5,9 +5,9 @@
 // The bound: one accumulator number per query row and normaliser is kept; a call needs no more than
 // that again, the states of segments, and the tiles of the workers, which do not depend on N.
 
-#include "../unit/attention_case.hpp"
-#include "../unit/spaces.hpp"
+#include "attention_case.hpp"
 #include "events.hpp"
+#include "spaces.hpp"
 
 namespace {
 

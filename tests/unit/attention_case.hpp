@@ -231,90 +231,14 @@ class Attention {
   using A = accumulator_t<T>;
 
   Attention(const Case& c, const Options& options, const Arrangement& at = {},
-            const ExecSpace& exec = ExecSpace())
-      : m_case(c), m_options(options), m_exec(exec) {
-    const Problem& p = c.problem;
-    q = {{p.batch, p.heads, p.nq, p.d}, at.q};
-    k = {{p.batch, p.kv_heads, p.nk, p.d}, at.k};
-    v = {{p.batch, p.kv_heads, p.nk, p.dv}, at.v};
-    o = {{p.batch, p.heads, p.nq, p.dv}, at.o};
-    denominator = {{p.batch, p.heads, p.nq}, at.denominator};
-    d_o = {{p.batch, p.heads, p.nq, p.dv}, at.d_o};
-    d_q = {q.extents(), at.d_q};
-    d_k = {k.extents(), at.d_k};
-    d_v = {v.extents(), at.d_v};
-    alpha = {{static_cast<std::int64_t>(c.alpha.size())}, at.parameter};
-    beta = {{static_cast<std::int64_t>(c.beta.size())}, at.parameter};
-    d_alpha = {alpha.extents(), at.d_parameter};
-    d_beta = {beta.extents(), at.d_parameter};
-    q.set(c.q);
-    k.set(c.k);
-    v.set(c.v);
-    d_o.set(c.d_o);
-    alpha.set(c.alpha);
-    beta.set(c.beta);
-    if (!c.key_mask.empty()) {
-      mask = {{p.batch, p.nk}, at.mask};
-      mask.set(c.key_mask);
-    }
-    const std::int64_t m = p.sequences();
-    m_features = feature_count(variant().key_map(), p.d);
-    const std::array<std::int64_t, 4> values{m, p.kv_heads, m_features, p.dv};
-    const std::array<std::int64_t, 3> sums{m, p.kv_heads, m_features};
-    const auto place = [&](auto& state, Layout layout) {
-      state.S = {values, layout};
-      state.z = {sums, layout};
-      state.shift = {sums, layout};
-    };
-    place(last, at.state);
-    if (c.initial) {
-      place(initial, at.state);
-      place(d_initial, at.d_state);
-      initial.set(*c.initial);
-    }
-    if (c.last_cotangent) {
-      place(d_last, at.d_state);
-      d_last.set(*c.last_cotangent);
-    }
-  }
+            const ExecSpace& exec = ExecSpace());
 
   bool normalise() const { return m_options.normalise.value_or(V::normalise_by_default); }
   V variant() const { return make_variant<V>(alpha.view(), beta.view()); }
-  Inputs<ExecSpace, T> inputs() const {
-    Inputs<ExecSpace, T> result{.q = q.input(), .k = k.input(), .v = v.input()};
-    if (!m_case.key_mask.empty()) result.key_mask = mask.input();
-    if (!m_case.cu_seqlens_q.empty()) {
-      result.cu_seqlens_q = offsets(m_case.cu_seqlens_q);
-      result.cu_seqlens_k = offsets(m_case.cu_seqlens_k);
-    }
-    if (m_case.initial) result.state = initial.ref().as_const();
-    return result;
-  }
-  Saved<ExecSpace, T> saved() const {
-    Saved<ExecSpace, T> result{.o = o.ref()};
-    if (normalise()) result.denominator = denominator.ref();
-    if (m_case.wants_last) result.state = last.ref();
-    return result;
-  }
-  Cotangents<ExecSpace, T> cotangents() const {
-    Cotangents<ExecSpace, T> result{.o = d_o.input()};
-    if (m_case.last_cotangent) {
-      result.state = d_last.ref().as_const();
-      if (is_scaled<V>) result.state.shift = last.shift.input();
-    }
-    return result;
-  }
-  Gradients<ExecSpace, T> gradients(const Wanted& wanted) const {
-    Gradients<ExecSpace, T> result;
-    if (wanted.q) result.q = d_q.ref();
-    if (wanted.k) result.k = d_k.ref();
-    if (wanted.v) result.v = d_v.ref();
-    if (has_query_parameter<V> && wanted.query_parameter) result.query_parameter = d_alpha.ref();
-    if (has_key_parameter<V> && wanted.key_parameter) result.key_parameter = d_beta.ref();
-    if (m_case.initial && wanted.state)
-      result.state = {.S = d_initial.S.ref(), .z = d_initial.z.ref()};
-    return result;
-  }
+  Inputs<ExecSpace, T> inputs() const;
+  Saved<ExecSpace, T> saved() const;
+  Cotangents<ExecSpace, T> cotangents() const;
+  Gradients<ExecSpace, T> gradients(const Wanted& wanted) const;
   std::size_t workspace_bytes(Pass pass) const {
     return LinAttn::workspace_size<T>(m_exec, variant(), m_case.problem, pass, m_options);
   }
@@ -322,49 +246,11 @@ class Attention {
     return LinAttn::plan<T>(m_exec, variant(), m_case.problem, pass, m_options);
   }
 
-  void forward() {
-    Arena<ExecSpace> arena(workspace_bytes(Pass::forward));
-    LinAttn::forward<T>(m_exec, variant(), inputs(), saved(), arena.workspace(), m_options);
-    m_exec.fence();
-    EXPECT_TRUE(arena.guards_intact()) << "forward wrote outside its workspace";
-  }
-  void backward(const Wanted& wanted = {}) {
-    Arena<ExecSpace> arena(workspace_bytes(Pass::backward), 5);
-    LinAttn::backward<T>(m_exec, variant(), inputs(), saved(), cotangents(), gradients(wanted),
-                         arena.workspace(), m_options);
-    m_exec.fence();
-    EXPECT_TRUE(arena.guards_intact()) << "backward wrote outside its workspace";
-  }
+  void forward();
+  void backward(const Wanted& wanted = {});
 
   /// All results; complains if anything else was touched.
-  Outcome<T> outcome(const Wanted& wanted = {}) {
-    Outcome<T> result;
-    result.o = o.get();
-    if (normalise()) result.denominator = denominator.get();
-    if (wanted.q) result.q = d_q.get();
-    if (wanted.k) result.k = d_k.get();
-    if (wanted.v) result.v = d_v.get();
-    if (wanted.query_parameter) result.alpha = d_alpha.get();
-    if (wanted.key_parameter) result.beta = d_beta.get();
-    if (m_case.wants_last) {
-      result.S = last.S.get();
-      result.z = last.z.get();
-      if (is_scaled<V>) result.shift = last.shift.get();
-    }
-    if (m_case.initial && wanted.state) {
-      result.d_S = d_initial.S.get();
-      result.d_z = d_initial.z.get();
-    }
-    EXPECT_TRUE(last.guards_intact() && initial.guards_intact() && d_initial.guards_intact() &&
-                d_last.guards_intact())
-        << "memory between or around the states was written";
-    EXPECT_TRUE(q.guards_intact() && k.guards_intact() && v.guards_intact() && o.guards_intact() &&
-                denominator.guards_intact() && d_o.guards_intact() && d_q.guards_intact() &&
-                d_k.guards_intact() && d_v.guards_intact() && d_alpha.guards_intact() &&
-                d_beta.guards_intact())
-        << "memory between or around the tensors was written";
-    return result;
-  }
+  Outcome<T> outcome(const Wanted& wanted = {});
 
   PlacedTensor<T, 4, ExecSpace> q, k, v, o, d_o, d_q, d_k, d_v;
   PlacedTensor<A, 3, ExecSpace> denominator;
@@ -400,6 +286,145 @@ class Attention {
   Options m_options;
   ExecSpace m_exec;
 };
+
+template <class T, class ExecSpace, Variant V>
+Attention<T, ExecSpace, V>::Attention(const Case& c, const Options& options, const Arrangement& at,
+                                      const ExecSpace& exec)
+    : m_case(c), m_options(options), m_exec(exec) {
+  const Problem& p = c.problem;
+  q = {{p.batch, p.heads, p.nq, p.d}, at.q};
+  k = {{p.batch, p.kv_heads, p.nk, p.d}, at.k};
+  v = {{p.batch, p.kv_heads, p.nk, p.dv}, at.v};
+  o = {{p.batch, p.heads, p.nq, p.dv}, at.o};
+  denominator = {{p.batch, p.heads, p.nq}, at.denominator};
+  d_o = {{p.batch, p.heads, p.nq, p.dv}, at.d_o};
+  d_q = {q.extents(), at.d_q};
+  d_k = {k.extents(), at.d_k};
+  d_v = {v.extents(), at.d_v};
+  alpha = {{static_cast<std::int64_t>(c.alpha.size())}, at.parameter};
+  beta = {{static_cast<std::int64_t>(c.beta.size())}, at.parameter};
+  d_alpha = {alpha.extents(), at.d_parameter};
+  d_beta = {beta.extents(), at.d_parameter};
+  q.set(c.q);
+  k.set(c.k);
+  v.set(c.v);
+  d_o.set(c.d_o);
+  alpha.set(c.alpha);
+  beta.set(c.beta);
+  if (!c.key_mask.empty()) {
+    mask = {{p.batch, p.nk}, at.mask};
+    mask.set(c.key_mask);
+  }
+  const std::int64_t m = p.sequences();
+  m_features = feature_count(variant().key_map(), p.d);
+  const std::array<std::int64_t, 4> values{m, p.kv_heads, m_features, p.dv};
+  const std::array<std::int64_t, 3> sums{m, p.kv_heads, m_features};
+  const auto place = [&](auto& state, Layout layout) {
+    state.S = {values, layout};
+    state.z = {sums, layout};
+    state.shift = {sums, layout};
+  };
+  place(last, at.state);
+  if (c.initial) {
+    place(initial, at.state);
+    place(d_initial, at.d_state);
+    initial.set(*c.initial);
+  }
+  if (c.last_cotangent) {
+    place(d_last, at.d_state);
+    d_last.set(*c.last_cotangent);
+  }
+}
+
+template <class T, class ExecSpace, Variant V>
+Inputs<ExecSpace, T> Attention<T, ExecSpace, V>::inputs() const {
+  Inputs<ExecSpace, T> result{.q = q.input(), .k = k.input(), .v = v.input()};
+  if (!m_case.key_mask.empty()) result.key_mask = mask.input();
+  if (!m_case.cu_seqlens_q.empty()) {
+    result.cu_seqlens_q = offsets(m_case.cu_seqlens_q);
+    result.cu_seqlens_k = offsets(m_case.cu_seqlens_k);
+  }
+  if (m_case.initial) result.state = initial.ref().as_const();
+  return result;
+}
+
+template <class T, class ExecSpace, Variant V>
+Saved<ExecSpace, T> Attention<T, ExecSpace, V>::saved() const {
+  Saved<ExecSpace, T> result{.o = o.ref()};
+  if (normalise()) result.denominator = denominator.ref();
+  if (m_case.wants_last) result.state = last.ref();
+  return result;
+}
+
+template <class T, class ExecSpace, Variant V>
+Cotangents<ExecSpace, T> Attention<T, ExecSpace, V>::cotangents() const {
+  Cotangents<ExecSpace, T> result{.o = d_o.input()};
+  if (m_case.last_cotangent) {
+    result.state = d_last.ref().as_const();
+    if (is_scaled<V>) result.state.shift = last.shift.input();
+  }
+  return result;
+}
+
+template <class T, class ExecSpace, Variant V>
+Gradients<ExecSpace, T> Attention<T, ExecSpace, V>::gradients(const Wanted& wanted) const {
+  Gradients<ExecSpace, T> result;
+  if (wanted.q) result.q = d_q.ref();
+  if (wanted.k) result.k = d_k.ref();
+  if (wanted.v) result.v = d_v.ref();
+  if (has_query_parameter<V> && wanted.query_parameter) result.query_parameter = d_alpha.ref();
+  if (has_key_parameter<V> && wanted.key_parameter) result.key_parameter = d_beta.ref();
+  if (m_case.initial && wanted.state)
+    result.state = {.S = d_initial.S.ref(), .z = d_initial.z.ref()};
+  return result;
+}
+
+template <class T, class ExecSpace, Variant V>
+void Attention<T, ExecSpace, V>::forward() {
+  Arena<ExecSpace> arena(workspace_bytes(Pass::forward));
+  LinAttn::forward<T>(m_exec, variant(), inputs(), saved(), arena.workspace(), m_options);
+  m_exec.fence();
+  EXPECT_TRUE(arena.guards_intact()) << "forward wrote outside its workspace";
+}
+
+template <class T, class ExecSpace, Variant V>
+void Attention<T, ExecSpace, V>::backward(const Wanted& wanted) {
+  Arena<ExecSpace> arena(workspace_bytes(Pass::backward), 5);
+  LinAttn::backward<T>(m_exec, variant(), inputs(), saved(), cotangents(), gradients(wanted),
+                       arena.workspace(), m_options);
+  m_exec.fence();
+  EXPECT_TRUE(arena.guards_intact()) << "backward wrote outside its workspace";
+}
+
+template <class T, class ExecSpace, Variant V>
+Outcome<T> Attention<T, ExecSpace, V>::outcome(const Wanted& wanted) {
+  Outcome<T> result;
+  result.o = o.get();
+  if (normalise()) result.denominator = denominator.get();
+  if (wanted.q) result.q = d_q.get();
+  if (wanted.k) result.k = d_k.get();
+  if (wanted.v) result.v = d_v.get();
+  if (wanted.query_parameter) result.alpha = d_alpha.get();
+  if (wanted.key_parameter) result.beta = d_beta.get();
+  if (m_case.wants_last) {
+    result.S = last.S.get();
+    result.z = last.z.get();
+    if (is_scaled<V>) result.shift = last.shift.get();
+  }
+  if (m_case.initial && wanted.state) {
+    result.d_S = d_initial.S.get();
+    result.d_z = d_initial.z.get();
+  }
+  EXPECT_TRUE(last.guards_intact() && initial.guards_intact() && d_initial.guards_intact() &&
+              d_last.guards_intact())
+      << "memory between or around the states was written";
+  EXPECT_TRUE(q.guards_intact() && k.guards_intact() && v.guards_intact() && o.guards_intact() &&
+              denominator.guards_intact() && d_o.guards_intact() && d_q.guards_intact() &&
+              d_k.guards_intact() && d_v.guards_intact() && d_alpha.guards_intact() &&
+              d_beta.guards_intact())
+      << "memory between or around the tensors was written";
+  return result;
+}
 
 /// Forward and backward of one case.
 template <class T, class ExecSpace, Variant V>
@@ -539,3 +564,44 @@ inline std::string describe(const Problem& problem, const Options& options) {
 }
 
 }  // namespace LinAttn::test_support
+
+// Tests share what attention_case.cpp holds of all this for the shipped variants; another variant
+// is compiled where it is used.
+#define LINATTN_TEST_INSTANTIATE_ONE(PREFIX, T, EXEC, V)                                       \
+  PREFIX template class LinAttn::test_support::Attention<T, EXEC, V>;                          \
+  PREFIX template LinAttn::test_support::Outcome<T> LinAttn::test_support::attend<T, EXEC, V>( \
+      const LinAttn::test_support::Case&, const LinAttn::Options&,                             \
+      const LinAttn::test_support::Arrangement&, const LinAttn::test_support::Wanted&);        \
+  PREFIX template std::vector<T> LinAttn::test_support::attend_forward<T, EXEC, V>(            \
+      const LinAttn::test_support::Case&, const LinAttn::Options&);                            \
+  PREFIX template ::testing::AssertionResult LinAttn::test_support::engine_agrees<T, EXEC, V>( \
+      const LinAttn::test_support::Case&, const LinAttn::Options&,                             \
+      const LinAttn::test_support::Arrangement&, double);
+#define LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, T, V)                                \
+  PREFIX template LinAttn::test_support::Case LinAttn::test_support::random_case<T, V>( \
+      const LinAttn::Problem&, const LinAttn::Options&, std::uint64_t);                 \
+  PREFIX template LinAttn::test_support::Expected<LinAttn::test_support::oracle_t<T>>   \
+  LinAttn::test_support::expected_of<T, V>(const LinAttn::test_support::Case&,          \
+                                           const LinAttn::Options&, double);            \
+  PREFIX template ::testing::AssertionResult LinAttn::test_support::agrees<T, V>(       \
+      const LinAttn::test_support::Case&, const LinAttn::test_support::Outcome<T>&,     \
+      const LinAttn::test_support::Expected<LinAttn::test_support::oracle_t<T>>&, int);
+#define LINATTN_TEST_INSTANTIATE(PREFIX, V)                           \
+  LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)  \
+  LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V) \
+  LINATTN_FOR_OPENMP(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)  \
+  LINATTN_FOR_OPENMP(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V) \
+  LINATTN_FOR_CUDA(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)    \
+  LINATTN_FOR_CUDA(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V)   \
+  LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, float, V)                \
+  LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, double, V)
+#define LINATTN_TEST_INSTANTIATE_ALL(PREFIX)           \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity)  \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Elu)       \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Relu)      \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Quadratic) \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)
+
+#if !defined(LINATTN_DEFINES_TEST_INSTANTIATIONS)
+LINATTN_TEST_INSTANTIATE_ALL(extern)
+#endif
