@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <linattn/error.hpp>
+#include <linattn/half.hpp>
 #include <linattn/kokkos_compat.hpp>
 #include <string>
 #include <type_traits>
@@ -16,7 +17,8 @@ namespace LinAttn {
 /// Type in which sums over values of type T are taken: float or wider.
 template <class T>
 struct Accumulator {
-  static_assert(sizeof(T) == 0, "LinAttn: tensors of this version hold float or double");
+  static_assert(sizeof(T) == 0,
+                "LinAttn: tensors hold double, float, LinAttn::float16 or LinAttn::bfloat16");
 };
 template <>
 struct Accumulator<float> {
@@ -25,6 +27,14 @@ struct Accumulator<float> {
 template <>
 struct Accumulator<double> {
   using type = double;
+};
+template <>
+struct Accumulator<float16> {
+  using type = float;
+};
+template <>
+struct Accumulator<bfloat16> {
+  using type = float;
 };
 template <class T>
 using accumulator_t = typename Accumulator<std::remove_const_t<T>>::type;

@@ -35,7 +35,7 @@ const std::vector<Layer>& layers() {
                                   "lavo",     "mpi",  "programs"};
   static const std::vector<Layer> table{
       {"rules", std::regex("include/linattn/(version|error|problem)\\.hpp"), {"rules"}},
-      {"base", std::regex("include/linattn/(config|kokkos_compat|tensor|workspace|simd)\\.hpp"),
+      {"base", std::regex("include/linattn/(config|half|kokkos_compat|tensor|workspace|simd)\\.hpp"),
        base},
       {"parts",
        std::regex(
