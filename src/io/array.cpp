@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <linattn/io/array.hpp>
@@ -9,19 +7,24 @@
 namespace LinAttn::io {
 namespace {
 
-constexpr int half_fraction_bits = 10;
-constexpr std::uint16_t half_fraction_mask = 0x3ff;
+/// One element. What is neither float nor double passes through the one that holds it.
+template <class To, class From>
+To converted(From x) {
+  constexpr bool to_half = std::is_same_v<To, float16> || std::is_same_v<To, bfloat16>;
+  if constexpr (std::is_same_v<To, From>)
+    return x;
+  else if constexpr (std::is_same_v<From, float16>)
+    return static_cast<To>(static_cast<float>(x));
+  else if constexpr (to_half && std::is_integral_v<From>)
+    return To(static_cast<double>(x));
+  else
+    return static_cast<To>(x);
+}
 
 template <class From, class To>
 void copy_converted(const std::byte* source, std::int64_t count, To* destination) {
   const auto* values = reinterpret_cast<const From*>(source);
-  std::transform(values, values + count, destination, [](From x) { return static_cast<To>(x); });
-}
-
-std::uint16_t half_bits(const std::byte* source, std::int64_t index) {
-  std::uint16_t bits;
-  std::memcpy(&bits, source + index * 2, 2);
-  return bits;
+  std::transform(values, values + count, destination, converted<To, From>);
 }
 
 [[noreturn]] void fail_conversion(ElementType from, ElementType to) {
@@ -41,13 +44,7 @@ void to_floating(const Array& array, To* destination) {
     case ElementType::i64:
       return copy_converted<std::int64_t>(array.data(), array.size(), destination);
     case ElementType::f16:
-      for (std::int64_t i = 0; i < array.size(); ++i) {
-        if constexpr (std::is_same_v<To, float>)
-          destination[i] = half_to_float(half_bits(array.data(), i));
-        else
-          destination[i] = half_to_double(half_bits(array.data(), i));
-      }
-      return;
+      return copy_converted<float16>(array.data(), array.size(), destination);
   }
 }
 
@@ -107,30 +104,6 @@ std::int64_t element_count(std::span<const std::int64_t> extents) {
   return count;
 }
 
-float half_to_float(std::uint16_t bits) noexcept {
-  const std::uint32_t sign = std::uint32_t(bits & 0x8000u) << 16;
-  const std::uint32_t exponent = (bits >> half_fraction_bits) & 0x1fu;
-  const std::uint32_t fraction = bits & half_fraction_mask;
-  if (exponent == 0) {
-    const float magnitude = std::ldexp(static_cast<float>(fraction), -24);
-    return sign != 0 ? -magnitude : magnitude;
-  }
-  const std::uint32_t wide_exponent = exponent == 0x1f ? 0xffu : exponent + (127 - 15);
-  return std::bit_cast<float>(sign | wide_exponent << 23 | fraction << (23 - half_fraction_bits));
-}
-
-double half_to_double(std::uint16_t bits) noexcept {
-  const std::uint64_t sign = std::uint64_t(bits & 0x8000u) << 48;
-  const std::uint64_t exponent = (bits >> half_fraction_bits) & 0x1fu;
-  const std::uint64_t fraction = bits & half_fraction_mask;
-  if (exponent == 0) {
-    const double magnitude = std::ldexp(static_cast<double>(fraction), -24);
-    return sign != 0 ? -magnitude : magnitude;
-  }
-  const std::uint64_t wide_exponent = exponent == 0x1f ? 0x7ffu : exponent + (1023 - 15);
-  return std::bit_cast<double>(sign | wide_exponent << 52 | fraction << (52 - half_fraction_bits));
-}
-
 Array::Array(ElementType type, std::vector<std::int64_t> extents)
     : m_type(type), m_extents(std::move(extents)), m_size(element_count(m_extents)) {
   const auto bytes = static_cast<std::int64_t>(size_of(type));
@@ -157,6 +130,10 @@ void Array::require_type(ElementType wanted) const {
 void Array::convert_to(double* destination) const { to_floating(*this, destination); }
 
 void Array::convert_to(float* destination) const { to_floating(*this, destination); }
+
+void Array::convert_to(float16* destination) const { to_floating(*this, destination); }
+
+void Array::convert_to(bfloat16* destination) const { to_floating(*this, destination); }
 
 void Array::convert_to(std::int64_t* destination) const {
   switch (m_type) {

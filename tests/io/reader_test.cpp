@@ -421,8 +421,9 @@ TEST_F(ReaderTest, HalfPrecisionKeepsEveryBit) {
     EXPECT_EQ(std::memcmp(array.data(), bits.data(), array.size_bytes()), 0) << name;
     const std::vector<float> values = array.as<float>();
     for (std::size_t i = 0; i < bits.size(); ++i)
-      ASSERT_EQ(std::bit_cast<std::uint32_t>(values[i]),
-                std::bit_cast<std::uint32_t>(half_to_float(bits[i])))
+      ASSERT_EQ(
+          std::bit_cast<std::uint32_t>(values[i]),
+          std::bit_cast<std::uint32_t>(static_cast<float>(LinAttn::float16::from_bits(bits[i]))))
           << name << " " << i;
   }
 }

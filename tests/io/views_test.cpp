@@ -4,6 +4,7 @@
 #include <Kokkos_Core.hpp>
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <linattn/io/reader.hpp>
 #include <linattn/io/views.hpp>
 #include <linattn/io/writer.hpp>
@@ -21,8 +22,20 @@ constexpr std::int64_t extents[] = {2, 3, 5, 7};
 /// A value that tells where it belongs.
 template <class T>
 T value_at(std::int64_t a, std::int64_t b, std::int64_t c, std::int64_t d) {
-  return static_cast<T>(((a * 3 + b) * 5 + c) * 7 + d + 1);
+  const std::int64_t place = ((a * 3 + b) * 5 + c) * 7 + d + 1;
+  if constexpr (std::is_constructible_v<T, std::int64_t>)
+    return static_cast<T>(place);
+  else
+    return T(static_cast<float>(place));
 }
+
+/// What EXPECT_EQ can compare.
+template <class T>
+T plain(T x) {
+  return x;
+}
+std::uint16_t plain(LinAttn::float16 x) { return x.bits; }
+std::uint16_t plain(LinAttn::bfloat16 x) { return x.bits; }
 
 template <class T>
 std::vector<T> row_major_values() {
@@ -61,7 +74,8 @@ void expect_filled(const View& view) {
     for (std::int64_t b = 0; b < 3; ++b)
       for (std::int64_t c = 0; c < 5; ++c)
         for (std::int64_t d = 0; d < 7; ++d)
-          ASSERT_EQ(host(a, b, c, d), value_at<typename View::non_const_value_type>(a, b, c, d));
+          ASSERT_EQ(plain(host(a, b, c, d)),
+                    plain(value_at<typename View::non_const_value_type>(a, b, c, d)));
 }
 
 template <class T>
@@ -71,6 +85,8 @@ template <class Space>
 using SpaceCases = ::testing::Types<
     Case<double, Kokkos::LayoutLeft, Space>, Case<double, Kokkos::LayoutRight, Space>,
     Case<float, Kokkos::LayoutLeft, Space>, Case<float, Kokkos::LayoutRight, Space>,
+    Case<LinAttn::float16, Kokkos::LayoutLeft, Space>,
+    Case<LinAttn::float16, Kokkos::LayoutRight, Space>,
     Case<std::int64_t, Kokkos::LayoutLeft, Space>, Case<std::uint8_t, Kokkos::LayoutRight, Space>,
     Case<double, Kokkos::LayoutLeft, Kokkos::DefaultHostExecutionSpace>>;
 
@@ -88,7 +104,9 @@ TYPED_TEST(ViewsTest, ArraysAreRowMajorWhateverTheLayout) {
   EXPECT_EQ(std::memcmp(array.data(), expected.data(), array.size_bytes()), 0);
 
   const typename View::const_type read_only = view;
-  EXPECT_EQ(to_array(typename TypeParam::space(), read_only).template as<T>(), expected);
+  const Array again = to_array(typename TypeParam::space(), read_only);
+  ASSERT_EQ(again.size_bytes(), array.size_bytes());
+  EXPECT_EQ(std::memcmp(again.data(), expected.data(), again.size_bytes()), 0);
 
   const View other("other", 2, 3, 5, 7);
   copy_into(array, other);
@@ -176,6 +194,43 @@ TYPED_TEST(SlicesTest, ConvertsToTheTypeOfTheView) {
   const Kokkos::View<std::int64_t*, TypeParam> integers("integers", 2);
   EXPECT_EQ(message_of<InvalidArgument>([&] { copy_into(half, integers); }),
             "LinAttn::io: no conversion from float16 to int64");
+}
+
+/// A type to compute with that files do not have: rounded on the way in, float on the way out.
+TYPED_TEST(SlicesTest, BrainFloats) {
+  using Left = Kokkos::View<LinAttn::bfloat16****, Kokkos::LayoutLeft, TypeParam>;
+  const Left left("left", 2, 3, 5, 7);
+  const Kokkos::View<LinAttn::bfloat16****, Kokkos::LayoutRight, TypeParam> right("right", 2, 3, 5,
+                                                                                  7);
+  const Array source(row_major_values<double>(), {2, 3, 5, 7});  // integers up to 210 < 2^8
+  for (const auto type : {ElementType::f64, ElementType::f32, ElementType::f16}) {
+    Array stored(type, source.extents());
+    if (type == ElementType::f64) stored = source;
+    if (type == ElementType::f32) stored = Array(source.as<float>(), source.extents());
+    if (type == ElementType::f16) stored = Array(source.as<LinAttn::float16>(), source.extents());
+    copy_into(stored, left);
+    copy_into(stored, right);
+    expect_filled(left);
+    expect_filled(right);
+  }
+  for (const Array& array : {to_array(left), to_array(right)}) {
+    EXPECT_EQ(array.type(), ElementType::f32);
+    EXPECT_EQ(array.extents(), source.extents());
+    EXPECT_EQ(array.template as<double>(), source.as<double>());
+  }
+}
+
+TYPED_TEST(SlicesTest, RoundsToTheTypeOfTheView) {
+  const Array source(std::vector<double>{1 + 0x1p-11 + 0x1p-40, 1 + 0x1p-8 + 0x1p-40, 1e6}, {3});
+  const Kokkos::View<LinAttn::float16*, TypeParam> half("half", 3);
+  copy_into(source, half);
+  EXPECT_EQ(to_array(half).type(), ElementType::f16);
+  EXPECT_EQ(
+      to_array(half).template as<float>(),
+      (std::vector<float>{1 + 0x1p-10f, 1 + 0x1p-8f, std::numeric_limits<float>::infinity()}));
+  const Kokkos::View<LinAttn::bfloat16*, TypeParam> brain("brain", 3);
+  copy_into(source, brain);
+  EXPECT_EQ(to_array(brain).template as<float>(), (std::vector<float>{1, 1 + 0x1p-7f, 999424.0f}));
 }
 
 TYPED_TEST(SlicesTest, NamesBothExtentsWhenTheyDiffer) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <linattn/error.hpp>
+#include <linattn/half.hpp>
 #include <span>
 #include <string>
 #include <string_view>
@@ -36,12 +37,8 @@ std::string to_string(std::span<const std::int64_t> extents);
 /// \throws InvalidArgument if an extent is negative or the product does not fit 63 bits.
 std::int64_t element_count(std::span<const std::int64_t> extents);
 
-/// Value of IEEE 754 binary16 bits: subnormals and infinities exact, the payload and the signalling
-/// bit of a NaN kept.
-float half_to_float(std::uint16_t bits) noexcept;
-double half_to_double(std::uint16_t bits) noexcept;
-
-/// The ElementType that stores T. Only the four types below have one.
+/// The ElementType that stores T. Only the types below have one; bfloat16 is a type to compute
+/// with, none of files.
 template <class T>
 struct ElementTypeOf;
 template <>
@@ -49,13 +46,16 @@ struct ElementTypeOf<double> : std::integral_constant<ElementType, ElementType::
 template <>
 struct ElementTypeOf<float> : std::integral_constant<ElementType, ElementType::f32> {};
 template <>
+struct ElementTypeOf<float16> : std::integral_constant<ElementType, ElementType::f16> {};
+template <>
 struct ElementTypeOf<std::uint8_t> : std::integral_constant<ElementType, ElementType::u8> {};
 template <>
 struct ElementTypeOf<std::int64_t> : std::integral_constant<ElementType, ElementType::i64> {};
 
 /// A C++ type that an Array can hold and hand out.
 template <class T>
-concept Storable = std::is_same_v<T, double> || std::is_same_v<T, float> ||
+concept Storable =
+    std::is_same_v<T, double> || std::is_same_v<T, float> || std::is_same_v<T, float16> ||
     std::is_same_v<T, std::uint8_t> || std::is_same_v<T, std::int64_t>;
 
 /// Host tensor, row-major (the last extent is contiguous), in native byte order.
@@ -107,16 +107,20 @@ class Array {
   }
 
   /// Writes all elements, converted, to destination[0 .. size()). Integers convert to floating
-  /// point and to wider integers; float64 rounds to float. \throws InvalidArgument where values
-  /// could be lost: floating point to integers, int64 to uint8.
+  /// point and to wider integers; floating point rounds once to a narrower type, to infinity where
+  /// that has no number so large (integers pass through double on their way to 16 bits). \throws
+  /// InvalidArgument where values could be lost: floating point to integers, int64 to uint8.
   void convert_to(double* destination) const;
   void convert_to(float* destination) const;
+  void convert_to(float16* destination) const;
+  void convert_to(bfloat16* destination) const;
   void convert_to(std::int64_t* destination) const;
   void convert_to(std::uint8_t* destination) const;
 
-  /// A copy of the elements converted to T (double, float, long double, int64 or uint8), row-major.
+  /// A copy of the elements converted to T, a type of files, long double or bfloat16, row-major.
   template <class T>
-  requires(Storable<T> || std::is_same_v<T, long double>) std::vector<T> as()
+  requires(Storable<T> || std::is_same_v<T, long double> ||
+           std::is_same_v<T, bfloat16>) std::vector<T> as()
   const {
     if constexpr (std::is_same_v<T, long double>) {
       const std::vector<double> wide = as<double>();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <linattn/io/array.hpp>
 #include <linattn/kokkos_compat.hpp>
@@ -93,9 +94,36 @@ void copy_flat(const ExecSpace& exec, T* to, const T* from, std::int64_t size) {
   Kokkos::deep_copy(exec, Flat<T, ToSpace>(to, count), Flat<const T, FromSpace>(from, count));
 }
 
+/// Writes the elements in row-major order to host[0 .. size) and waits for them.
+template <class ExecSpace, class T, int Rank>
+void copy_to_host(const ExecSpace& exec, const TensorRef<const T, Rank, ExecSpace>& source, T* host,
+                  std::int64_t size) {
+  using DeviceSpace = typename ExecSpace::memory_space;
+  if (size == 0) return;
+  if constexpr (detail::is_host_space_v<ExecSpace>) {
+    for_each_element(exec, "LinAttn::io::pack", size, Pack<T, Rank, ExecSpace>{source, host});
+    detail::fence(exec, "LinAttn::io::to_array");
+  } else if (is_row_major(source)) {
+    copy_flat<Kokkos::HostSpace, DeviceSpace>(exec, host, source.data(), size);
+    detail::fence(exec, "LinAttn::io::to_array");
+  } else {
+    const auto buffer = make_buffer<T>(exec, size);
+    for_each_element(exec, "LinAttn::io::pack", size,
+                     Pack<T, Rank, ExecSpace>{source, buffer.data()});
+    copy_flat<Kokkos::HostSpace, DeviceSpace>(exec, host, static_cast<const T*>(buffer.data()),
+                                              size);
+    detail::fence(exec, "LinAttn::io::to_array");
+  }
+}
+
+/// What a tensor may hold to be copied: the types of files, and bfloat16, which is converted.
+template <class T>
+concept Copyable = Storable<T> || std::is_same_v<T, bfloat16>;
+
 }  // namespace views_detail
 
-/// Row-major copy of a tensor of double, float, int64 or uint8 on the host.
+/// Row-major copy of a tensor of double, float, float16, int64, uint8 or bfloat16 on the host. That
+/// of bfloat16, which files do not have, is one of float.
 ///
 /// Packing runs on `exec`, where the tensor lives; what crosses to the host is contiguous. Returns
 /// when the copy is complete, which fences `exec`. A device tensor that is not row-major needs a
@@ -103,30 +131,21 @@ void copy_flat(const ExecSpace& exec, T* to, const T* from, std::int64_t size) {
 template <class ExecSpace, class T, int Rank>
 Array to_array(const ExecSpace& exec, const TensorRef<T, Rank, ExecSpace>& tensor) {
   using Value = std::remove_const_t<T>;
-  static_assert(Storable<Value>, "LinAttn: files hold double, float, int64 and uint8 elements");
-  using DeviceSpace = typename ExecSpace::memory_space;
+  static_assert(views_detail::Copyable<Value>,
+                "LinAttn: files hold double, float, float16, int64 and uint8 elements");
   const TensorRef<const Value, Rank, ExecSpace> source = tensor;
-  Array array(ElementTypeOf<Value>::value, views_detail::extents_of(source));
-  Value* const host = array.values<Value>().data();
-  if (array.size() == 0) return array;
-  if constexpr (detail::is_host_space_v<ExecSpace>) {
-    views_detail::for_each_element(exec, "LinAttn::io::pack", array.size(),
-                                   views_detail::Pack<Value, Rank, ExecSpace>{source, host});
-    detail::fence(exec, "LinAttn::io::to_array");
-  } else if (views_detail::is_row_major(source)) {
-    views_detail::copy_flat<Kokkos::HostSpace, DeviceSpace>(exec, host, source.data(),
-                                                            array.size());
-    detail::fence(exec, "LinAttn::io::to_array");
+  if constexpr (Storable<Value>) {
+    Array array(ElementTypeOf<Value>::value, views_detail::extents_of(source));
+    views_detail::copy_to_host(exec, source, array.values<Value>().data(), array.size());
+    return array;
   } else {
-    const auto buffer = views_detail::make_buffer<Value>(exec, array.size());
-    views_detail::for_each_element(
-        exec, "LinAttn::io::pack", array.size(),
-        views_detail::Pack<Value, Rank, ExecSpace>{source, buffer.data()});
-    views_detail::copy_flat<Kokkos::HostSpace, DeviceSpace>(
-        exec, host, static_cast<const Value*>(buffer.data()), array.size());
-    detail::fence(exec, "LinAttn::io::to_array");
+    Array array(ElementType::f32, views_detail::extents_of(source));
+    std::vector<Value> narrow(static_cast<std::size_t>(array.size()));
+    views_detail::copy_to_host(exec, source, narrow.data(), array.size());
+    std::transform(narrow.begin(), narrow.end(), array.values<float>().begin(),
+                   [](Value x) { return static_cast<float>(x); });
+    return array;
   }
-  return array;
 }
 
 /// The same for a View, packed by an instance of an execution space that can reach it.
@@ -151,16 +170,17 @@ Array to_array(const Kokkos::View<DataType, Properties...>& view) {
 template <class ExecSpace, class T, int Rank>
 void copy_into(const ExecSpace& exec, const Array& array,
                const TensorRef<T, Rank, ExecSpace>& tensor) {
-  static_assert(Storable<T>, "LinAttn: files hold double, float, int64 and uint8 elements");
+  static_assert(views_detail::Copyable<T>,
+                "LinAttn: files hold double, float, float16, int64 and uint8 elements");
   using DeviceSpace = typename ExecSpace::memory_space;
   if (views_detail::extents_of(tensor) != array.extents())
     throw InvalidArgument(detail::message("LinAttn::io: expected an array with extents ",
                                           tensor.shape(), ", found ", to_string(array.extents())));
   std::vector<T> converted;
   const T* host = nullptr;
-  if (array.type() == ElementTypeOf<T>::value) {
-    host = array.values<T>().data();
-  } else {
+  if constexpr (Storable<T>)
+    if (array.type() == ElementTypeOf<T>::value) host = array.values<T>().data();
+  if (host == nullptr) {
     converted = array.as<T>();
     host = converted.data();
   }
