@@ -119,13 +119,13 @@ namespace LinAttn {
 template <class T, class ExecSpace, Variant V>
 Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
           const Options& options) {
-  return detail::Call<T, ExecSpace, V>(exec, variant, problem, pass, options).plan();
+  return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options).plan();
 }
 
 template <class T, class ExecSpace, Variant V>
 std::size_t workspace_size(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
                            const Options& options) {
-  return detail::Call<T, ExecSpace, V>(exec, variant, problem, pass, options).workspace_bytes();
+  return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options).workspace_bytes();
 }
 
 template <class T, class ExecSpace, Variant V>
@@ -134,7 +134,7 @@ void forward(const ExecSpace& exec, const V& variant,
              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
              const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
   const Problem p = detail::problem_of(inputs);
-  detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::forward, options);
+  detail::Call<accumulator_t<T>, ExecSpace, V> call(exec, variant, p, Pass::forward, detail::storage_of<T>, options);
   detail::require_output("o", saved.o, {p.batch, p.heads, p.nq, p.dv});
   if (saved.denominator.present())
     detail::require_output("denominator", saved.denominator, {p.batch, p.heads, p.nq});
@@ -153,7 +153,7 @@ void backward(const ExecSpace& exec, const V& variant,
               const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
               const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
   const Problem p = detail::problem_of(inputs);
-  detail::Call<T, ExecSpace, V> call(exec, variant, p, Pass::backward, options);
+  detail::Call<accumulator_t<T>, ExecSpace, V> call(exec, variant, p, Pass::backward, detail::storage_of<T>, options);
   auto& args = call.arguments();
   detail::require_shape("d_o", cotangents.o, {p.batch, p.heads, p.nq, p.dv});
   if (args.normalise) {
@@ -196,7 +196,7 @@ void backward(const ExecSpace& exec, const V& variant,
   args.d_v = decltype(args.d_v)(gradients.v);
   if (!gradients.query_parameter.present()) args.query_parameter_parts = nullptr;
   if (!gradients.key_parameter.present()) args.key_parameter_parts = nullptr;
-  call.launch_backward(gradients);
+  call.launch_backward(gradients.query_parameter, gradients.key_parameter);
 }
 
 namespace detail {

@@ -109,8 +109,14 @@ std::int64_t feature_count(const Map& map, std::int64_t d) {
     return d;
 }
 
+/// A map that leaves rows as they are says so with `static constexpr bool is_identity = true`; the engine
+/// then need not copy them.
+template <class Map>
+concept IdentityFeatureMap = ElementwiseFeatureMap<Map> && requires { requires Map::is_identity; };
+
 /// phi(x) = x.
 struct IdentityMap {
+  static constexpr bool is_identity = true;
   template <class T>
   KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
     return x;

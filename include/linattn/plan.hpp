@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -29,73 +30,139 @@ struct MachineTraits {
 /// A sequence is cut into chunks of `chunk` tokens, and its chunks into `segments` contiguous runs. One
 /// worker (a team) walks the chunks of a segment with the state in fast memory. With one segment nothing
 /// but the result leaves the worker; with more, states of segments are formed first and combined by a
-/// scan. Results do not depend on `workers` or `team_size`; they depend on `chunk` and `segments` in
-/// the last bits.
+/// scan. With fewer heads than workers, or where a state does not fit into fast memory, the state is shared
+/// out in `tiles` windows of its columns or features, which are independent; segments come after that.
+/// Results do not depend on `workers`, `team_size` or `tiles`; they depend on `chunk` and `segments` in the
+/// last bits.
 struct Plan {
   int chunk = 0;                  ///< tokens whose products are formed together
   int segments = 1;               ///< pieces of every sequence that are worked on at once
-  int workers = 1;                ///< teams launched
+  int tiles = 1;                  ///< windows of a state that are worked on at once
+  int workers = 1;                ///< teams launched at most
   int team_size = 1;              ///< threads of a team
   int shift_interval = 16;        ///< chunks between stored shifts (scaled feature maps)
   bool tiles_in_scratch = false;  ///< tiles live in the team's scratch memory, else in the workspace
   std::size_t tile_bytes = 0;     ///< fast memory of one worker
 
   std::string to_string() const {
-    return detail::message("chunk=", chunk, " segments=", segments, " workers=", workers,
+    return detail::message("chunk=", chunk, " segments=", segments, " tiles=", tiles, " workers=", workers,
                            " team_size=", team_size, " tile_bytes=", tile_bytes,
                            tiles_in_scratch ? " (scratch)" : " (workspace)");
   }
 };
 
+namespace detail {
+
+/// Width of the windows that cut `columns` into at most `tiles` parts of whole `granule`s.
+inline std::int64_t window_width(std::int64_t columns, std::int64_t tiles, std::int64_t granule) {
+  if (columns <= 0) return 0;
+  const std::int64_t width = (columns + tiles - 1) / tiles;
+  return std::min(columns, (width + granule - 1) / granule * granule);
+}
+
+/// Time of a pass for one token of the longest sequence, in FMAs of one worker: what a task costs times the
+/// rounds in which the workers get through all of them.
+inline double pass_cost(Pass pass, std::int64_t units, std::int64_t workers, double features, double values,
+                        double chunk, double tiles, double segments) {
+  const double rounds = std::ceil(static_cast<double>(units) * tiles * segments / static_cast<double>(workers));
+  const auto walk = [&](double state, double whole, double part) {  // products with the state; inside the chunk
+    const double again = segments > 1 ? state / 2 : 0;                // states of segments come first
+    return rounds / segments * ((state + again) / tiles + chunk * (whole + part / tiles));
+  };
+  const double state = 2 * features * values;
+  if (pass == Pass::forward) return walk(state, features, values / 2);
+  const double of_queries = walk(state, values, features / 2);
+  if (tiles == 1) return of_queries + walk(1.5 * state, features + values, (features + values) / 2);
+  return of_queries + walk(state, values, features / 2) + walk(state, features, values / 2);
+}
+
+}  // namespace detail
+
+/// What a variant asks of the plan.
+struct PlanRequest {
+  Pass pass = Pass::forward;
+  std::int64_t features = 0;    ///< R
+  int chunk = 0, segments = 0;  ///< 0 lets the plan decide
+  int granule = 16;             ///< columns of a window come in multiples of this
+  bool windows = true;          ///< whether the state may be shared out
+  /// Fast memory of one worker for a chunk length and a number of windows.
+  std::function<std::size_t(int chunk, int tiles)> tile_bytes;
+};
+
 /// Cuts the work of one pass.
 ///
-/// \param requested_chunk, requested_segments  0 lets the plan decide
-/// \param tile_bytes  fast memory of one worker for a given chunk length
-/// \throws InvalidArgument for a negative request
-inline Plan make_plan(const Problem& problem, const MachineTraits& machine, int requested_chunk,
-                      int requested_segments, const std::function<std::size_t(int)>& tile_bytes) {
-  constexpr int host_chunk = 64;              // 16 to 64 measured within 10 % of each other
+/// \throws InvalidArgument for a negative or too large request
+inline Plan make_plan(const Problem& problem, const MachineTraits& machine, const PlanRequest& request) {
+  constexpr int host_chunk = 16;              // longer ones cost more in the chunk than they save in the state
   constexpr int device_chunks[] = {64, 32, 16};
   constexpr int device_team_size = 128;
-  constexpr int chunks_worth_a_segment = 4;   // shorter segments cost more in states than they gain
+  constexpr int chunks_worth_a_segment = 16;  // shorter segments cost more in states than they gain
   constexpr int largest_chunk = 1 << 14;
+  constexpr int most_segments = 1024;
+  constexpr int most_tiles = 16;
+  constexpr double worth_it = 0.97;           // a finer cut must gain this much
 
-  if (requested_chunk < 0 || requested_chunk > largest_chunk)
+  if (request.chunk < 0 || request.chunk > largest_chunk)
     throw InvalidArgument(detail::message("LinAttn: chunk must be between 1 and ", largest_chunk,
-                                          " (0 lets the plan decide), found ", requested_chunk));
-  if (requested_segments < 0)
+                                          " (0 lets the plan decide), found ", request.chunk));
+  if (request.segments < 0)
     throw InvalidArgument(detail::message("LinAttn: segments must be positive (0 lets the plan decide), ",
-                                          "found ", requested_segments));
-  Plan plan;
-  if (machine.host) {
-    plan.chunk = requested_chunk ? requested_chunk : host_chunk;
-    plan.tile_bytes = tile_bytes(plan.chunk);
-  } else {
-    plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
-    for (int chunk : device_chunks) {
-      plan.chunk = requested_chunk ? requested_chunk : chunk;
-      plan.tile_bytes = tile_bytes(plan.chunk);
-      plan.tiles_in_scratch = plan.tile_bytes <= machine.scratch_bytes;
-      if (plan.tiles_in_scratch || requested_chunk) break;
-    }
-    if (!plan.tiles_in_scratch && !requested_chunk) {  // then at least with few passes over the state
-      plan.chunk = device_chunks[0];
-      plan.tile_bytes = tile_bytes(plan.chunk);
-    }
-  }
+                                          "found ", request.segments));
   const std::int64_t units = problem.sequences() * problem.kv_heads;
   const std::int64_t tokens = std::max(problem.longest_queries(), problem.longest_keys());
-  const std::int64_t chunks = std::max<std::int64_t>(1, (tokens + plan.chunk - 1) / plan.chunk);
+  const std::int64_t narrow = request.pass == Pass::forward ? problem.dv : std::min(request.features, problem.dv);
+  const int widest_cut =
+      request.windows ? static_cast<int>(std::clamp<std::int64_t>(narrow / request.granule, 1, most_tiles)) : 1;
+
+  const auto no_longer_than_a_sequence = [&](int chunk) {
+    return static_cast<int>(std::clamp<std::int64_t>(tokens, 1, chunk));
+  };
+  Plan plan;
+  plan.chunk = no_longer_than_a_sequence(request.chunk ? request.chunk : machine.host ? host_chunk : device_chunks[0]);
+  if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
   const std::int64_t most_workers = std::max(1, machine.concurrency / plan.team_size);
-  std::int64_t segments = 1;
-  if (requested_segments)
-    segments = std::min<std::int64_t>(requested_segments, chunks);
-  else if (units > 0 && units < most_workers)
-    segments = std::clamp<std::int64_t>(std::min((most_workers + units - 1) / units,
-                                                 chunks / chunks_worth_a_segment),
-                                        1, 1024);
-  plan.segments = static_cast<int>(segments);
-  plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * segments, 1, most_workers));
+  const auto chunks = [&] { return std::max<std::int64_t>(1, (tokens + plan.chunk - 1) / plan.chunk); };
+
+  if (units > 0) {
+    double least = 0;
+    for (int tiles = 1; tiles <= widest_cut; ++tiles) {
+      const std::int64_t wanted = (most_workers + units * tiles - 1) / (units * tiles);
+      std::int64_t segments = std::clamp<std::int64_t>(std::min(wanted, chunks() / chunks_worth_a_segment), 1,
+                                                       most_segments);
+      if (request.segments) segments = std::min<std::int64_t>(request.segments, chunks());
+      for (std::int64_t s : {std::int64_t(1), segments}) {
+        if (request.segments && s != segments) continue;
+        const double cost = detail::pass_cost(request.pass, units, most_workers, static_cast<double>(request.features),
+                                              static_cast<double>(problem.dv), plan.chunk, tiles,
+                                              static_cast<double>(s));
+        if (least == 0 || cost < least * worth_it) {
+          least = cost;
+          plan.tiles = tiles;
+          plan.segments = static_cast<int>(s);
+        }
+      }
+    }
+  }
+  if (!machine.host) {
+    // the longest chunk that fits into scratch memory, with as few windows as that takes
+    const auto fits = [&] {
+      for (int tiles = plan.tiles; tiles <= widest_cut; tiles *= 2) {
+        for (int chunk : device_chunks) {
+          if (request.chunk) chunk = request.chunk;
+          chunk = no_longer_than_a_sequence(chunk);
+          if (request.tile_bytes(chunk, tiles) > machine.scratch_bytes) continue;
+          plan.chunk = chunk;
+          plan.tiles = tiles;
+          return true;
+        }
+      }
+      return false;
+    };
+    plan.tiles_in_scratch = fits();
+    plan.segments = static_cast<int>(std::min<std::int64_t>(plan.segments, chunks()));
+  }
+  plan.tile_bytes = request.tile_bytes(plan.chunk, plan.tiles);
+  plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * plan.segments * plan.tiles, 1, most_workers));
   return plan;
 }
 

@@ -77,10 +77,12 @@ struct Vector;
 template <>
 struct Vector<float> {
   typedef float type __attribute__((vector_size(LINATTN_SIMD_BYTES), may_alias));
+  typedef float unaligned __attribute__((vector_size(LINATTN_SIMD_BYTES), may_alias, aligned(alignof(float))));
 };
 template <>
 struct Vector<double> {
   typedef double type __attribute__((vector_size(LINATTN_SIMD_BYTES), may_alias));
+  typedef double unaligned __attribute__((vector_size(LINATTN_SIMD_BYTES), may_alias, aligned(alignof(double))));
 };
 
 #else
@@ -115,7 +117,13 @@ struct Vector {
       for (std::size_t i = 0; i < LINATTN_SIMD_BYTES / sizeof(T); ++i) lane[i] += b.lane[i];
       return *this;
     }
+    friend type operator/(const type& a, T b) {
+      type c;
+      for (std::size_t i = 0; i < LINATTN_SIMD_BYTES / sizeof(T); ++i) c.lane[i] = a.lane[i] / b;
+      return c;
+    }
   };
+  using unaligned = type;
 };
 
 #endif
@@ -125,45 +133,14 @@ using vector_t = typename Vector<T>::type;
 template <class T>
 inline constexpr int vector_lanes = LINATTN_SIMD_BYTES / static_cast<int>(sizeof(T));
 
-/// `address` must be a multiple of the vector size.
+/// Any address of an element will do: where it is a multiple of the vector size, nothing is lost.
 template <class T>
 LINATTN_ALWAYS_INLINE vector_t<T> load(const T* address) {
-  return *reinterpret_cast<const vector_t<T>*>(address);
+  return *reinterpret_cast<const typename Vector<T>::unaligned*>(address);
 }
 template <class T>
 LINATTN_ALWAYS_INLINE void store(T* address, const vector_t<T>& value) {
-  *reinterpret_cast<vector_t<T>*>(address) = value;
-}
-
-template <class T>
-LINATTN_ALWAYS_INLINE T horizontal_sum(const vector_t<T>& v) {
-  T lanes[vector_lanes<T>];
-  for (int i = 0; i < vector_lanes<T>; ++i) lanes[i] = v[i];
-  for (int width = vector_lanes<T> / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
-}
-
-/// sum_i a_i b_i over n elements, n a multiple of the lanes, both aligned.
-template <class T>
-LINATTN_ALWAYS_INLINE T dot(const T* a, const T* b, int n) {
-  vector_t<T> sum[2] = {};
-  int i = 0;
-  for (; i + 2 * vector_lanes<T> <= n; i += 2 * vector_lanes<T>) {
-    sum[0] += load(a + i) * load(b + i);
-    sum[1] += load(a + i + vector_lanes<T>) * load(b + i + vector_lanes<T>);
-  }
-  if (i < n) sum[0] += load(a + i) * load(b + i);
-  sum[0] += sum[1];
-  return horizontal_sum<T>(sum[0]);
-}
-
-/// sum_i a_i over n elements, n a multiple of the lanes, aligned.
-template <class T>
-LINATTN_ALWAYS_INLINE T sum(const T* a, int n) {
-  vector_t<T> total = {};
-  for (int i = 0; i < n; i += vector_lanes<T>) total += load(a + i);
-  return horizontal_sum<T>(total);
+  *reinterpret_cast<typename Vector<T>::unaligned*>(address) = value;
 }
 
 #if defined(LINATTN_HAS_SHUFFLE)
@@ -212,9 +189,36 @@ void transpose_block(const T* from, std::int64_t ld_from, T* to, std::int64_t ld
 
 #endif
 
+/// Transposes a square block held in vectors, one a row.
+template <class T>
+LINATTN_ALWAYS_INLINE void transpose_in_place(vector_t<T>* rows) {
+#if defined(LINATTN_HAS_SHUFFLE)
+  transpose_stages<T, 1>(rows);
+#else
+  constexpr int lanes = vector_lanes<T>;
+  for (int r = 0; r < lanes; ++r) {
+    for (int c = 0; c < r; ++c) {
+      const T lower = rows[r][c];
+      rows[r][c] = rows[c][r];
+      rows[c][r] = lower;
+    }
+  }
+#endif
+}
+
+/// Lane r of the result is the sum of rows[r], added in a fixed order; the rows are overwritten.
+template <class T>
+LINATTN_ALWAYS_INLINE vector_t<T> sum_along_rows(vector_t<T>* rows) {
+  transpose_in_place<T>(rows);
+  for (int width = vector_lanes<T> / 2; width > 0; width /= 2)
+    for (int r = 0; r < width; ++r) rows[r] += rows[r + width];
+  return rows[0];
+}
+
+template <bool ToWrite = false>
 inline void prefetch([[maybe_unused]] const void* address) {
 #if defined(LINATTN_HAS_SHUFFLE)
-  __builtin_prefetch(address);
+  __builtin_prefetch(address, ToWrite ? 1 : 0);
 #endif
 }
 

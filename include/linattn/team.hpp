@@ -37,6 +37,19 @@ struct DeviceTeam {
   KOKKOS_FUNCTION void barrier() const { m_member.team_barrier(); }
 };
 
+/// along(column) for the columns of a row on the host, in blocks of a known length so that they vectorise.
+template <class Along>
+KOKKOS_FORCEINLINE_FUNCTION void for_each_along(int columns, const Along& along) {
+  constexpr int block = 16;
+  int column = 0;
+  for (; column + block <= columns; column += block) {
+    LINATTN_INDEPENDENT
+    for (int j = 0; j < block; ++j) along(column + j);
+  }
+  LINATTN_INDEPENDENT
+  for (int j = column; j < columns; ++j) along(j);
+}
+
 /// body(i) for 0 <= i < n, shared among the threads of the team.
 template <class Team, class Body>
 KOKKOS_FORCEINLINE_FUNCTION void for_each(const Team& team, int n, const Body& body) {
@@ -53,12 +66,9 @@ KOKKOS_FORCEINLINE_FUNCTION void for_each_down(const Team& team, int rows, int c
   if constexpr (Team::on_host) {
     for (int row = 0; row < rows; ++row) {
       if (counts(row)) {
-        const auto along = body(row);
-        LINATTN_INDEPENDENT
-        for (int column = 0; column < columns; ++column) along(column);
+        for_each_along(columns, body(row));
       } else {
-        const auto along = otherwise(row);
-        for (int column = 0; column < columns; ++column) along(column);
+        for_each_along(columns, otherwise(row));
       }
     }
   } else {
@@ -79,11 +89,7 @@ template <class Team, class Body>
 KOKKOS_FORCEINLINE_FUNCTION void for_each_in_rows(const Team& team, int rows, int columns,
                                                   const Body& body) {
   if constexpr (Team::on_host) {
-    for (int row = 0; row < rows; ++row) {
-      const auto along = body(row);
-      LINATTN_INDEPENDENT
-      for (int column = 0; column < columns; ++column) along(column);
-    }
+    for (int row = 0; row < rows; ++row) for_each_along(columns, body(row));
   } else {
     for (int i = team.rank(); i < rows * columns; i += team.size()) body(i / columns)(i % columns);
   }
@@ -97,12 +103,9 @@ KOKKOS_FORCEINLINE_FUNCTION void for_each_in_counted_rows(const Team& team, int 
   if constexpr (Team::on_host) {
     for (int row = 0; row < rows; ++row) {
       if (counts(row)) {
-        const auto along = body(row);
-        LINATTN_INDEPENDENT
-        for (int column = 0; column < columns; ++column) along(column);
+        for_each_along(columns, body(row));
       } else {
-        const auto along = zero(row);
-        for (int column = 0; column < columns; ++column) along(column);
+        for_each_along(columns, zero(row));
       }
     }
   } else {

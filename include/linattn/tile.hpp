@@ -9,9 +9,10 @@
 /// \file tile.hpp
 /// Products of small matrices in fast memory: the arithmetic of every kernel goes through multiply().
 ///
-/// Tiles are row-major; leading dimensions are multiples of tile_columns<T>, the first element is
-/// aligned to 64 bytes, and the memory behind them reaches up to a multiple of tile_rows rows, so that
-/// no register tile needs a remainder. What lies in that padding never reaches a real element.
+/// Tiles are row-major; leading dimensions are multiples of tile_columns<T>, and the memory behind them
+/// reaches up to a multiple of tile_rows rows, so that no register tile needs a remainder. What lies in
+/// that padding never reaches a real element. Rows of the caller can stand in for a tile where their
+/// number and length are such multiples.
 
 namespace LinAttn::detail {
 
@@ -37,8 +38,8 @@ enum class Band { all, lower, upper };
 template <class T>
 struct Factor {
   const T* data;
-  int row;
-  int column;
+  std::int64_t row;
+  std::int64_t column;
 };
 
 /// sum_l A(i,l) B(l,j) over 0 <= l < inner, of which `band` selects; B is row-major.
@@ -46,7 +47,7 @@ template <class T>
 struct Product {
   Factor<T> a;
   const T* b;
-  int ldb;
+  std::int64_t ldb;
   int inner;
   Band band = Band::all;
 };
@@ -58,10 +59,12 @@ enum class Store { overwrite, add, compensated };
 template <class T>
 struct Target {
   T* c;
-  int ldc;
+  std::int64_t ldc;
   Store store = Store::overwrite;
-  T* low = nullptr;         // laid out as c
-  bool lower_only = false;  // elements above the diagonal are unspecified, and cost nothing where possible
+  T* low = nullptr;             // laid out as c
+  bool lower_only = false;      // elements above the diagonal are unspecified, and cost nothing where possible
+  bool transposed = false;      // element (i, j) of the sum goes to c[j * ldc + i]; not for compensated sums
+  const T* divisor = nullptr;   // row i of the sum is divided by divisor[i] first; for Store::overwrite
 };
 
 template <class V>
@@ -85,18 +88,17 @@ LINATTN_ALWAYS_INLINE void unroll(const Body& body) {
   }(std::make_integer_sequence<int, N>{});
 }
 
-template <class T, int Vectors>
+template <class T, int Rows, int Vectors>
 struct RegisterTile {
-  static constexpr int rows = register_rows;
   static constexpr int lanes = vector_lanes<T>;
-  vector_t<T> sum[rows][Vectors];
+  vector_t<T> sum[Rows][Vectors];
 
   LINATTN_ALWAYS_INLINE void clear() {
-    unroll<rows>([&](auto r) LINATTN_INLINE_LAMBDA { unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA { sum[r][v] = vector_t<T>{}; }); });
+    each([&](auto r, auto v) LINATTN_INLINE_LAMBDA { sum[r][v] = vector_t<T>{}; });
   }
 
   template <int First, int Last>
-  LINATTN_ALWAYS_INLINE void step(const T* left, int a_row, const T* b) {
+  LINATTN_ALWAYS_INLINE void step(const T* left, std::int64_t a_row, const T* b) {
     vector_t<T> right[Vectors];
     unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA { right[v] = load(b + v * lanes); });
     unroll<Last - First>([&](auto r) LINATTN_INLINE_LAMBDA {
@@ -106,76 +108,111 @@ struct RegisterTile {
   }
 
   LINATTN_ALWAYS_INLINE void add(int i0, int j0, const Product<T>& p) {
-    const T* a = p.a.data + static_cast<std::int64_t>(i0) * p.a.row;
+    const std::int64_t row = p.a.row, column = p.a.column, ldb = p.ldb;
+    const T* a = p.a.data + i0 * row;
     const T* b = p.b + j0;
-    const std::int64_t column = p.a.column, ldb = p.ldb;
     int begin = 0;
     int end = p.inner;
     if (p.band == Band::upper) {
-      unroll<rows - 1>([&](auto e) LINATTN_INLINE_LAMBDA {  // on the diagonal: row r starts at l = i0 + r
+      unroll<Rows - 1>([&](auto e) LINATTN_INLINE_LAMBDA {  // on the diagonal: row r starts at l = i0 + r
         const int l = i0 + e;
-        if (l < p.inner) step<0, e + 1>(a + l * column, p.a.row, b + l * ldb);
+        if (l < p.inner) step<0, e + 1>(a + l * column, row, b + l * ldb);
       });
-      begin = i0 + rows - 1;
+      begin = i0 + Rows - 1;
     } else if (p.band == Band::lower) {
       end = i0 + 1 < p.inner ? i0 + 1 : p.inner;
     }
-    for (int l = begin; l < end; ++l) step<0, rows>(a + l * column, p.a.row, b + l * ldb);
+    for (int l = begin; l < end; ++l) step<0, Rows>(a + l * column, row, b + l * ldb);
     if (p.band == Band::lower) {
-      unroll<rows - 1>([&](auto e) LINATTN_INLINE_LAMBDA {  // on the diagonal: row r ends at l = i0 + r
+      unroll<Rows - 1>([&](auto e) LINATTN_INLINE_LAMBDA {  // on the diagonal: row r ends at l = i0 + r
         const int l = i0 + 1 + e;
-        if (l < p.inner) step<e + 1, rows>(a + l * column, p.a.row, b + l * ldb);
+        if (l < p.inner) step<e + 1, Rows>(a + l * column, row, b + l * ldb);
       });
     }
   }
 
   LINATTN_ALWAYS_INLINE void finish(int i0, int j0, const Target<T>& t) {
-    const std::int64_t at = static_cast<std::int64_t>(i0) * t.ldc + j0;
-    T* c = t.c + at;
+    T* c = t.c + i0 * t.ldc + j0;
     if (t.store == Store::compensated) {
-      T* low = t.low + at;
-      unroll<rows>([&](auto r) LINATTN_INLINE_LAMBDA {
-        unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA {
-          const std::int64_t k = std::int64_t(r) * t.ldc + v * lanes;
-          vector_t<T> high_v = load(c + k), low_v = load(low + k);
-          compensated_add(high_v, low_v, sum[r][v]);
-          store(c + k, high_v);
-          store(low + k, low_v);
-        });
+      T* low = t.low + (c - t.c);
+      each([&](auto r, auto v) LINATTN_INLINE_LAMBDA {
+        const std::int64_t k = r * t.ldc + v * lanes;
+        vector_t<T> high_v = load(c + k), low_v = load(low + k);
+        compensated_add(high_v, low_v, sum[r][v]);
+        store(c + k, high_v);
+        store(low + k, low_v);
+      });
+    } else if (t.store == Store::add) {
+      each([&](auto r, auto v) LINATTN_INLINE_LAMBDA {
+        T* to = c + r * t.ldc + v * lanes;
+        store(to, load(to) + sum[r][v]);
+      });
+    } else if (t.divisor) {
+      each([&](auto r, auto v) LINATTN_INLINE_LAMBDA {
+        store(c + r * t.ldc + v * lanes, sum[r][v] / t.divisor[i0 + r]);
       });
     } else {
-      unroll<rows>([&](auto r) LINATTN_INLINE_LAMBDA {
-        unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA {
-          T* target = c + std::int64_t(r) * t.ldc + v * lanes;
-          if (t.store == Store::add) sum[r][v] += load(target);
-          store(target, sum[r][v]);
-        });
-      });
+      each([&](auto r, auto v) LINATTN_INLINE_LAMBDA { store(c + r * t.ldc + v * lanes, sum[r][v]); });
     }
+  }
+
+  /// As finish() for a square tile and a transposed target.
+  LINATTN_ALWAYS_INLINE void finish_transposed(int i0, int j0, const Target<T>& t) {
+    static_assert(Rows == lanes && Vectors == 1);
+    T* c = t.c + j0 * t.ldc + i0;
+    vector_t<T> rows[lanes];
+    unroll<lanes>([&](auto r) LINATTN_INLINE_LAMBDA { rows[r] = sum[r][0]; });
+    transpose_in_place<T>(rows);
+    for (int r = 0; r < lanes; ++r) {
+      T* to = c + r * t.ldc;
+      store(to, t.store == Store::add ? load(to) + rows[r] : rows[r]);
+    }
+  }
+
+ private:
+  template <class Body>
+  LINATTN_ALWAYS_INLINE static void each(const Body& body) {
+    unroll<Rows>([&](auto r) LINATTN_INLINE_LAMBDA { unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA { body(r, v); }); });
   }
 };
 
 // Whatever the inlining budget of the translation unit: a call inside would spill the accumulators.
 template <class T, int Vectors>
 LINATTN_FLATTEN inline void multiply_register_tile(int i0, int j0, const Product<T>* products, int count,
-                                   const Target<T>& target) {
-  RegisterTile<T, Vectors> tile;
+                                                   const Target<T>& target) {
+  RegisterTile<T, register_rows, Vectors> tile;
   tile.clear();
-  tile.add(i0, j0, products[0]);
-  if (count > 1) tile.add(i0, j0, products[1]);
+  for (int p = 0; p < count; ++p) tile.add(i0, j0, products[p]);
   tile.finish(i0, j0, target);
 }
 
 template <class T>
+LINATTN_FLATTEN inline void multiply_transposed_tile(int i0, int j0, const Product<T>* products, int count,
+                                                     const Target<T>& target) {
+  RegisterTile<T, vector_lanes<T>, 1> tile;
+  tile.clear();
+  for (int p = 0; p < count; ++p) tile.add(i0, j0, products[p]);
+  tile.finish_transposed(i0, j0, target);
+}
+
+// A panel of columns at a time: what all rows read of the right factor stays in the first cache.
+template <class T>
 inline void multiply_on_host(int m, int n, const Product<T>* products, int count,
                              const Target<T>& target) {
   constexpr int lanes = vector_lanes<T>;
-  for (int i0 = 0; i0 < m; i0 += register_rows) {
-    const int columns = target.lower_only && i0 + register_rows < n ? i0 + register_rows : n;
-    int j0 = 0;
-    for (; j0 + lanes < columns; j0 += 2 * lanes)
-      multiply_register_tile<T, 2>(i0, j0, products, count, target);
-    if (j0 < columns) multiply_register_tile<T, 1>(i0, j0, products, count, target);
+  if (target.transposed) {
+    for (int j0 = 0; j0 < n; j0 += lanes)
+      for (int i0 = 0; i0 < m; i0 += lanes) multiply_transposed_tile<T>(i0, j0, products, count, target);
+    return;
+  }
+  for (int j0 = 0; j0 < n; j0 += 2 * lanes) {
+    for (int i0 = 0; i0 < m; i0 += register_rows) {
+      const int columns = target.lower_only && i0 + register_rows < n ? i0 + register_rows : n;
+      if (j0 + lanes < columns)
+        multiply_register_tile<T, 2>(i0, j0, products, count, target);
+      else if (j0 < columns)
+        multiply_register_tile<T, 1>(i0, j0, products, count, target);
+    }
   }
 }
 
@@ -209,20 +246,24 @@ KOKKOS_FUNCTION void multiply_on_device(const Team& team, int m, int n, const Pr
       }
     }
     for (int r = 0; r < side; ++r) {
+      const T divisor = target.divisor ? target.divisor[i0 + r] : T(1);
       for (int s = 0; s < side; ++s) {
-        const int at = (i0 + r) * target.ldc + j0 + s;
+        const std::int64_t at =
+            target.transposed ? (j0 + s) * target.ldc + i0 + r : (i0 + r) * target.ldc + j0 + s;
         if (target.store == Store::compensated)
           compensated_add(target.c[at], target.low[at], sum[r][s]);
+        else if (target.store == Store::add)
+          target.c[at] += sum[r][s];
         else
-          target.c[at] = target.store == Store::add ? target.c[at] + sum[r][s] : sum[r][s];
+          target.c[at] = target.divisor ? sum[r][s] / divisor : sum[r][s];
       }
     }
   }
 }
 
-/// C = (or +=) the sum of one or two products; C is m x n. The terms of an element are added in
-/// increasing order of l, first those of the first product, and their sum once to C: long sums over many
-/// tiles are at least two-level. A barrier is the caller's duty.
+/// C = (or +=) the sum of a few products; C is m x n. The terms of an element are added in increasing
+/// order of l, product after product, and their sum once to C: long sums over many tiles are at least
+/// two-level. A barrier is the caller's duty.
 template <class Team, class T>
 KOKKOS_FUNCTION void multiply(const Team& team, int m, int n, const Product<T>* products, int count,
                               const Target<T>& target) {
@@ -241,25 +282,31 @@ KOKKOS_FORCEINLINE_FUNCTION void multiply(const Team& team, int m, int n, const 
   multiply(team, m, n, &product, 1, target);
 }
 
+/// A sum of up to three products that is put together step by step.
+template <class T>
+struct ProductSum {
+  Product<T> terms[3];
+  int count = 0;
+  KOKKOS_FORCEINLINE_FUNCTION void add(const Product<T>& product) { terms[count++] = product; }
+};
+
 template <class Team, class T>
-KOKKOS_FORCEINLINE_FUNCTION void multiply(const Team& team, int m, int n, const Product<T>& first,
-                                          const Product<T>& second, const Target<T>& target) {
-  const Product<T> products[2] = {first, second};
-  multiply(team, m, n, products, 2, target);
+KOKKOS_FORCEINLINE_FUNCTION void multiply(const Team& team, int m, int n, const ProductSum<T>& sum,
+                                          const Target<T>& target) {
+  multiply(team, m, n, sum.terms, sum.count, target);
 }
 
 /// to[c][r] = from[r][c] for a rows x columns tile. The padding of `to` up to whole vectors is
 /// overwritten with what lies in the padding of `from`.
 template <class Team, class T>
-KOKKOS_FUNCTION void transpose(const Team& team, int rows, int columns, const T* from, int ld_from,
-                               T* to, int ld_to) {
+KOKKOS_FUNCTION void transpose(const Team& team, int rows, int columns, const T* from, std::int64_t ld_from,
+                               T* to, std::int64_t ld_to) {
 #if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
   if constexpr (Team::on_host) {
     constexpr int lanes = vector_lanes<T>;
     for (int r = 0; r < rows; r += lanes)
       for (int c = 0; c < columns; c += lanes)
-        transpose_block(from + std::int64_t(r) * ld_from + c, ld_from, to + std::int64_t(c) * ld_to + r,
-                        ld_to);
+        transpose_block(from + r * ld_from + c, ld_from, to + c * ld_to + r, ld_to);
     return;
   }
 #endif
@@ -268,26 +315,57 @@ KOKKOS_FUNCTION void transpose(const Team& team, int rows, int columns, const T*
   });
 }
 
-/// sum_i a_i b_i of two aligned rows padded with zeros to `n`, a multiple of tile_columns<T>.
-template <class Team, class T>
-KOKKOS_FUNCTION T row_dot(const Team&, const T* a, const T* b, int n) {
-#if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
-  if constexpr (Team::on_host) return dot(a, b, n);
-#endif
-  T total = 0;
-  for (int i = 0; i < n; ++i) total += a[i] * b[i];
-  return total;
-}
+/// One or two sums along each row of a tile, added up.
+///
+///     out_r = sum_{j < n} a(r, j) b(r, j) + sum_{j < more_n} more(r, j)
+///
+/// b may be one row for all (ldb = 0), `more` absent. Row lengths are padded with zeros to multiples of
+/// tile_columns<T>, and the rows (and out) reach to a multiple of tile_rows. A barrier is the caller's duty.
+template <class T>
+struct RowSums {
+  const T* a;
+  std::int64_t lda;
+  const T* b;
+  std::int64_t ldb;
+  int n;
+  const T* more = nullptr;
+  std::int64_t ld_more = 0;
+  int more_n = 0;
+};
 
-/// sum_i a_i of an aligned row padded with zeros to `n`, a multiple of tile_columns<T>.
-template <class Team, class T>
-KOKKOS_FUNCTION T row_sum(const Team&, const T* a, int n) {
 #if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
-  if constexpr (Team::on_host) return sum(a, n);
+template <class T>
+LINATTN_FLATTEN inline void sum_rows_on_host(int rows, const RowSums<T>& s, T* out) {
+  constexpr int lanes = vector_lanes<T>;
+  for (int r0 = 0; r0 < rows; r0 += lanes) {
+    vector_t<T> sum[lanes];
+    for (int r = 0; r < lanes; ++r) {
+      const T* a = s.a + (r0 + r) * s.lda;
+      const T* b = s.b + (r0 + r) * s.ldb;
+      vector_t<T> total = {};
+      for (int j = 0; j < s.n; j += lanes) total += load(a + j) * load(b + j);
+      if (s.more) {
+        const T* more = s.more + (r0 + r) * s.ld_more;
+        for (int j = 0; j < s.more_n; j += lanes) total += load(more + j);
+      }
+      sum[r] = total;
+    }
+    store(out + r0, sum_along_rows<T>(sum));
+  }
+}
 #endif
-  T total = 0;
-  for (int i = 0; i < n; ++i) total += a[i];
-  return total;
+
+template <class Team, class T>
+KOKKOS_FUNCTION void sum_rows(const Team& team, int rows, const RowSums<T>& s, T* out) {
+#if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
+  if constexpr (Team::on_host) return sum_rows_on_host(rows, s, out);
+#endif
+  for_each(team, rows, [&](int r) {
+    T total = T(0);
+    for (int j = 0; j < s.n; ++j) total += s.a[r * s.lda + j] * s.b[r * s.ldb + j];
+    for (int j = 0; s.more && j < s.more_n; ++j) total += s.more[r * s.ld_more + j];
+    out[r] = total;
+  });
 }
 
 }  // namespace LINATTN_SIMD_ABI

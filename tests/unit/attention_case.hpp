@@ -178,7 +178,8 @@ class Arena {
  public:
   explicit Arena(std::size_t bytes, std::size_t shift = 3, unsigned char content = 0xff)
       : m_bytes(bytes), m_begin(margin + shift) {
-    m_device = Buffer(std::string("test::arena"), m_begin + bytes + margin);
+    m_device = Buffer(Kokkos::view_alloc(std::string("test::arena"), Kokkos::WithoutInitializing),
+                      m_begin + bytes + margin);
     m_host = Kokkos::create_mirror_view(m_device);
     for (std::size_t i = 0; i < m_host.extent(0); ++i) m_host(i) = inside(i) ? content : guard;
     Kokkos::deep_copy(m_device, m_host);

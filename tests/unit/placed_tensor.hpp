@@ -91,7 +91,8 @@ class PlacedTensor {
   PlacedTensor() = default;
   PlacedTensor(const Extents& extents, Layout layout) : m_extents(extents), m_layout(layout) {
     place();
-    m_device = Buffer(std::string("test::tensor"), static_cast<std::size_t>(m_size));
+    m_device = Buffer(Kokkos::view_alloc(std::string("test::tensor"), Kokkos::WithoutInitializing),
+                      static_cast<std::size_t>(m_size));
     m_host = Kokkos::create_mirror_view(m_device);
     for (std::int64_t i = 0; i < m_size; ++i) m_host(i) = guard();
     Kokkos::deep_copy(m_device, m_host);

@@ -2,16 +2,86 @@
 #pragma once
 
 #include <cstdint>
+#include <linattn/half.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/state.hpp>
 #include <linattn/tensor.hpp>
 #include <linattn/tile.hpp>
 #include <linattn/workspace.hpp>
+#include <type_traits>
 
 /// \file arguments.hpp
 /// What kernels are given, and where a worker keeps its tiles.
 
 namespace LinAttn::detail {
+
+/// How the elements of a tensor are stored; in kernels they are of the accumulator type.
+enum class Storage : std::uint8_t { native, float16, bfloat16 };
+
+template <class T>
+inline constexpr Storage storage_of = Storage::native;
+template <>
+inline constexpr Storage storage_of<float16> = Storage::float16;
+template <>
+inline constexpr Storage storage_of<bfloat16> = Storage::bfloat16;
+
+/// body(std::type_identity<S>{}) for the type S in which elements of accumulator type A are stored.
+template <class A, class Body>
+KOKKOS_FORCEINLINE_FUNCTION void with_storage(Storage storage, const Body& body) {
+  if constexpr (std::is_same_v<A, float>) {
+    if (storage == Storage::float16) return body(std::type_identity<float16>{});
+    if (storage == Storage::bfloat16) return body(std::type_identity<bfloat16>{});
+  }
+  body(std::type_identity<A>{});
+}
+
+/// An element as it is stored, as a number; and back.
+template <class A, class S>
+KOKKOS_FORCEINLINE_FUNCTION A widen(S stored) {
+  return static_cast<A>(stored);
+}
+template <class S, class A>
+KOKKOS_FORCEINLINE_FUNCTION S narrow(A number) {
+  return static_cast<S>(number);
+}
+
+/// A tensor of the caller, (batch, head, position) -> row of strided elements, whatever their storage.
+template <class A>
+struct StoredTensor {
+  void* data = nullptr;
+  std::int64_t batch_stride = 0, head_stride = 0, row_stride = 0, element_stride = 0;  // in elements
+  Storage storage = Storage::native;
+
+  StoredTensor() = default;
+  template <class U, class ExecSpace>
+  explicit StoredTensor(const TensorRef<U, 4, ExecSpace>& t)
+      : data(const_cast<std::remove_const_t<U>*>(t.data())),
+        batch_stride(t.stride(0)),
+        head_stride(t.stride(1)),
+        row_stride(t.stride(2)),
+        element_stride(t.stride(3)),
+        storage(storage_of<std::remove_const_t<U>>) {
+    static_assert(std::is_same_v<accumulator_t<U>, A>);
+  }
+
+  /// Row of a tensor whose elements are stored as S.
+  template <class S>
+  KOKKOS_FORCEINLINE_FUNCTION S* row(std::int64_t b, std::int64_t h, std::int64_t n) const {
+    return static_cast<S*>(data) + (b * batch_stride + h * head_stride + n * row_stride);
+  }
+  KOKKOS_FORCEINLINE_FUNCTION int element_bytes() const {
+    return storage == Storage::native ? static_cast<int>(sizeof(A)) : 2;
+  }
+  KOKKOS_FORCEINLINE_FUNCTION explicit operator bool() const { return data != nullptr; }
+};
+
+/// Rows in memory as numbers: element (r, j) is data[r * row + j * element].
+template <class A>
+struct Rows {
+  const A* data = nullptr;
+  std::int64_t row = 0;
+  std::int64_t element = 1;
+};
 
 /// A tensor of rows, without the execution space: (batch, head, position) -> row of strided elements.
 template <class T>
@@ -52,10 +122,22 @@ struct CallerState {
   bool present = false;
 };
 
-/// States of segments in the workspace, one for each (sequence, key/value head) and segment.
+/// The part of a state that one worker keeps: all of it, or a window of its columns (`of_values`, each
+/// worker then answers for these columns of o or dV) or of its features (of dQ or dK). Windows depend on
+/// each other in nothing but the small products Q K^T or G V^T, which each of them forms again, so their
+/// number changes no bit of a result.
+struct Window {
+  int features = 0;  // largest width of a window
+  int values = 0;
+  int tiles = 1;  // windows
+  bool of_values = true;
+};
+
+/// States of segments in the workspace, one for each task: (sequence, key/value head), window, segment.
 ///
-/// `values` holds S (R x Dv, features first; or its transpose), `sums` z. `shifts` are those of the
-/// segment alone; `carried_shifts` those of the state that enters the segment, written by the scan.
+/// `values` holds the window of S (features first; or its transpose), `sums` that of z. `shifts` are those
+/// of all features of the segment alone; `carried_shifts` those of the state that enters the segment,
+/// written by the scan.
 template <class A>
 struct SegmentStates {
   A* values = nullptr;
@@ -66,18 +148,18 @@ struct SegmentStates {
 };
 
 /// Arguments of every kernel of the engine; a kernel reads what concerns it.
-template <class T, class QueryMap, class KeyMap>
+template <class Accumulator, class QueryMap, class KeyMap>
 struct Arguments {
-  using A = accumulator_t<T>;
+  using A = Accumulator;
 
   QueryMap query_map{};
   KeyMap key_map{};
 
-  RowTensor<const T> q{}, k{}, v{};
-  RowTensor<T> o{};            // forward: written; backward: read
+  StoredTensor<A> q{}, k{}, v{};
+  StoredTensor<A> o{};         // forward: written; backward: read
   RowTensor<A> denominator{};  // likewise; absent if not normalised or not wanted
-  RowTensor<const T> d_o{};
-  RowTensor<T> d_q{}, d_k{}, d_v{};
+  StoredTensor<A> d_o{};
+  StoredTensor<A> d_q{}, d_k{}, d_v{};
 
   const std::uint8_t* key_mask = nullptr;  // (batch, nk); nullptr: every key is visible
   std::int64_t mask_batch_stride = 0, mask_stride = 0;
@@ -95,7 +177,10 @@ struct Arguments {
   A scale = A(1);
 
   Plan plan{};
-  std::int64_t tasks = 0;              // (sequence, key/value head, segment)
+  Window window{};                     // of the kernel at hand
+  bool wants_keys = true;              // key_gradient: dK, the key parameter, dL/d(initial state)
+  bool wants_values = true;            // key_gradient: dV
+  std::int64_t tasks = 0;              // (sequence, key/value head, window, segment)
   std::byte* worker_memory = nullptr;  // tiles of all workers, unless in scratch
   SegmentStates<A> states{};           // empty: one segment, nothing spilled
   int* shift_table = nullptr;          // scaled maps, backward: maximum up to the end of each interval
@@ -111,7 +196,10 @@ struct Arguments {
     return chunks(tokens) * segment / plan.segments;
   }
   KOKKOS_FORCEINLINE_FUNCTION std::int64_t state_size() const {
-    return static_cast<std::int64_t>(features) * dv;
+    return static_cast<std::int64_t>(window.features) * window.values;
+  }
+  KOKKOS_FORCEINLINE_FUNCTION bool stores_native() const {
+    return q.storage == Storage::native;  // all tensors of a call are stored alike
   }
   /// Tokens whose largest shift is one entry of the table.
   KOKKOS_FORCEINLINE_FUNCTION std::int64_t shift_interval() const {
@@ -148,6 +236,7 @@ struct Visibility {
   KOKKOS_FORCEINLINE_FUNCTION bool operator()(std::int64_t key) const {
     return !nothing && (!mask || mask[key * stride] != 0);
   }
+  KOKKOS_FORCEINLINE_FUNCTION bool everything() const { return !nothing && !mask; }
 };
 
 /// The walks a worker can be asked for.
@@ -160,6 +249,7 @@ struct Tiles {
   static constexpr bool compensated = sizeof(A) < 8;
 
   int ldr = 0, ldv = 0, ldc = 0;  // leading dimensions of rows of features, values, keys of a chunk
+  int ld_shift = 0, ld_staging = 0;
   A *keys = nullptr, *keys_t = nullptr;      // (C, R) and its transpose
   A *values = nullptr, *values_t = nullptr;  // (C, Dv) and its transpose
   A *queries = nullptr;                      // (C, R)
@@ -167,25 +257,30 @@ struct Tiles {
   A *weights = nullptr;                      // (C, C): P_ij = phi_q(i) . phi_k(j)
   A *weight_cotangents = nullptr;            // (C, C): E_ij = dL / dP_ij
   A *out = nullptr;                          // numerators, or gradients of features
-  A *value_gradients = nullptr, *value_gradients_t = nullptr;
+  A *value_gradients = nullptr;              // (C, Dv)
   A *state = nullptr, *state_low = nullptr;  // S or its transpose, and what compensated sums lost
   A *sums = nullptr, *sums_low = nullptr;    // z; the mirrored state alike
   A *row_scale = nullptr;                    // (C): denominators or factors of rows
   A *row_terms = nullptr;                    // (C): cotangent of the denominator
+  A *one = nullptr;                          // 1
+  A *staging = nullptr;                      // twice (C, D or Dv): rows of 16-bit storage as numbers
   double* parameter_terms = nullptr;         // (C)
-  int *shift = nullptr, *new_shift = nullptr;  // (R)
+  int *shift = nullptr, *new_shift = nullptr;  // (R), of all features
   int *running = nullptr;                      // (C, R) shift up to each key
   int *starts = nullptr;                       // (interval, R) shift before each chunk
   int *row_shift = nullptr;                    // (C)
 
+  /// Tiles for `walk` with the window of `args`.
   template <class Args>
   KOKKOS_FUNCTION Tiles(ArenaCursor& arena, const Args& args, Walk walk, bool transposed, bool scaled) {
     const int c = padded_rows(args.plan.chunk);
-    const int r = padded_rows(args.features);
-    const int v = padded_rows(args.dv);
-    ldr = padded_columns<A>(args.features);
-    ldv = padded_columns<A>(args.dv);
+    const int r = padded_rows(args.window.features);
+    const int v = padded_rows(args.window.values);
+    ldr = padded_columns<A>(args.window.features);
+    ldv = padded_columns<A>(args.window.values);
     ldc = padded_columns<A>(args.plan.chunk);
+    ld_shift = padded_columns<int>(args.features);
+    ld_staging = padded_columns<A>(args.d > args.dv ? args.d : args.dv);
     const bool has_keys = walk != Walk::query_state;
     const bool has_queries = walk != Walk::key_state;
     const bool gradient = walk == Walk::query_gradient || walk == Walk::key_gradient;
@@ -215,19 +310,18 @@ struct Tiles {
       weight_cotangents = arena.take<A>(std::int64_t(c) * ldc);
       parameter_terms = arena.take<double>(c);
       out = arena.take<A>(std::int64_t(c) * ldr);
+      one = arena.take<A>(1);
     }
     if (walk == Walk::output) out = arena.take<A>(std::int64_t(c) * ldv);
-    if (walk == Walk::key_gradient) {
-      value_gradients = arena.take<A>(std::int64_t(c) * ldv);
-      value_gradients_t = arena.take<A>(std::int64_t(v) * ldc);
-    }
+    if (walk == Walk::key_gradient) value_gradients = arena.take<A>(std::int64_t(c) * ldv);
+    if (!args.stores_native()) staging = arena.take<A>(2 * std::int64_t(c) * ld_staging);
     if (scaled) {
-      shift = arena.take<int>(ldr);
-      new_shift = arena.take<int>(ldr);
-      running = arena.take<int>(std::int64_t(c) * ldr);
+      shift = arena.take<int>(ld_shift);
+      new_shift = arena.take<int>(ld_shift);
+      running = arena.take<int>(std::int64_t(c) * ld_shift);
       row_shift = arena.take<int>(c);
       if (walk == Walk::query_state || walk == Walk::key_gradient)
-        starts = arena.take<int>(std::int64_t(args.plan.shift_interval) * ldr);
+        starts = arena.take<int>(std::int64_t(args.plan.shift_interval) * ld_shift);
     }
   }
 };

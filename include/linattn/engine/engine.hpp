@@ -25,9 +25,9 @@ class Region {
 };
 
 /// Workers walking all tasks of one kind.
-template <class ExecSpace, class Args, Walk Kind, class T, class QueryMap, class KeyMap>
+template <class ExecSpace, Walk Kind, class A, class QueryMap, class KeyMap>
 struct WalkKernel {
-  using A = accumulator_t<T>;
+  using Args = Arguments<A, QueryMap, KeyMap>;
   using Member = typename Kokkos::TeamPolicy<ExecSpace>::member_type;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
 
@@ -54,24 +54,26 @@ struct WalkKernel {
     team.barrier();
     ArenaCursor arena(memory);
     const Tiles<A> tiles(arena, args, Kind, transposed, scaled);
-    Walker<Team, T, QueryMap, KeyMap> walker(team, args, tiles, transposed);
+    if (tiles.one && team.rank() == 0) *tiles.one = A(1);
+    team.barrier();
+    Walker<Team, A, QueryMap, KeyMap> walker(team, args, tiles, transposed);
     for (std::int64_t task = member.league_rank(); task < args.tasks; task += member.league_size())
       walker.run(Kind, task);
   }
 };
 
-/// One call of one pass: everything between the public function and the kernels.
-template <class T, class ExecSpace, Variant V>
+/// One call of one pass: everything between the public function and the kernels, for sums of type A and
+/// any storage that is summed in it.
+template <class A, class ExecSpace, Variant V>
 class Call {
  public:
-  using A = accumulator_t<T>;
   using QueryMap = query_map_t<V>;
   using KeyMap = key_map_t<V>;
-  using Args = Arguments<T, QueryMap, KeyMap>;
+  using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
 
   /// Checks extents, parameters and options, and makes the plan.
-  Call(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
+  Call(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass, Storage storage,
        const Options& options)
       : m_exec(exec),
         m_problem(problem),
@@ -105,18 +107,27 @@ class Call {
     machine.concurrency = concurrency(exec);
     if (!machine.host)
       machine.scratch_bytes = static_cast<std::size_t>(Kokkos::TeamPolicy<ExecSpace>::scratch_size_max(0));
-    m_args.plan = make_plan(problem, machine, options.chunk, options.segments, [&](int chunk) {
+    m_args.q.storage = storage;
+    PlanRequest request;
+    request.pass = pass;
+    request.features = features;
+    request.chunk = options.chunk;
+    request.segments = options.segments;
+    request.granule = tile_columns<A>;
+    request.windows = pass == Pass::forward || !(RowFeatureMap<QueryMap> || RowFeatureMap<KeyMap>);
+    request.tile_bytes = [&](int chunk, int tiles) {
       Args trial = m_args;
       trial.plan.chunk = chunk;
+      trial.plan.tiles = tiles;
       return worker_bytes(trial);
-    });
+    };
+    m_args.plan = make_plan(problem, machine, request);
     constexpr std::int64_t largest = std::numeric_limits<int>::max();
     const std::int64_t state = std::max(std::int64_t(padded_rows(features)) * padded_columns<A>(problem.dv),
                                         std::int64_t(padded_rows(problem.dv)) * padded_columns<A>(features));
     if (state > largest || m_args.plan.tile_bytes / sizeof(int) > static_cast<std::size_t>(largest))
       throw InvalidArgument(message("LinAttn: a state of ", features, " features by Dv = ", problem.dv,
                                     " with chunks of ", m_args.plan.chunk, " is too large for one worker"));
-    m_args.tasks = m_args.sequences * problem.kv_heads * m_args.plan.segments;
     if constexpr (scaled) {
       // a causal walk starts in each interval with the shift at the end of the one before; without a
       // mask the total is wanted, which a single worker finds by itself
@@ -146,12 +157,14 @@ class Call {
   }
 
   /// Enters what the caller gave, checked, into the arguments.
+  template <class T>
   void bind(const Inputs<ExecSpace, T>& inputs, const Saved<ExecSpace, T>& saved);
   template <class StateRef, class Caller>
   void bind_state(const char* name, const StateRef& state, Caller& caller);
 
   void launch_forward() {
-    if (m_args.tasks == 0 || (m_args.nq == 0 && !m_args.last.present)) return;
+    if (units() == 0 || (m_args.nq == 0 && !m_args.last.present)) return;
+    use_window(m_args, true);
     if (m_args.plan.segments > 1) {
       walk<Walk::key_state>("LinAttn::forward::key_state", false);
       scan("LinAttn::forward::scan", m_args.causal ? ScanKind::prefix : ScanKind::total, m_args.initial, 1,
@@ -160,30 +173,65 @@ class Call {
     walk<Walk::output>("LinAttn::forward::output", false);
   }
 
-  void launch_backward(const Gradients<ExecSpace, T>& gradients) {
-    if (m_args.tasks > 0) {
-      if (m_args.nq > 0 && (gradients.q.present() || gradients.query_parameter.present()))
-        launch_query_gradients();
-      const bool of_keys = gradients.k.present() || gradients.v.present() || gradients.key_parameter.present();
-      if ((m_args.nk > 0 && of_keys) || m_args.initial_gradient.present) launch_key_gradients();
+  void launch_backward(const TensorRef<double, 1, ExecSpace>& query_parameter,
+                       const TensorRef<double, 1, ExecSpace>& key_parameter) {
+    if (units() > 0) {
+      if (m_args.nq > 0 && (m_args.d_q || query_parameter.present())) launch_query_gradients();
+      const bool wants_state = m_args.initial_gradient.present;
+      const bool wants_keys = (m_args.nk > 0 && (m_args.d_k || key_parameter.present())) || wants_state;
+      const bool wants_values = m_args.nk > 0 && m_args.d_v;
+      if (m_args.plan.tiles == 1 && (wants_keys || wants_values)) {
+        launch_key_gradients(false, wants_keys, wants_values);
+      } else {
+        if (wants_keys) launch_key_gradients(false, true, false);
+        if (wants_values) launch_key_gradients(true, false, true);
+      }
     }
     if constexpr (ParameterizedFeatureMap<QueryMap>)
-      sum_parts("LinAttn::backward::query_parameter", gradients.query_parameter,
-                m_args.query_parameter_parts, m_args.nq, m_args.group);
+      sum_parts("LinAttn::backward::query_parameter", query_parameter, m_args.query_parameter_parts, m_args.nq,
+                m_args.group);
     if constexpr (ParameterizedFeatureMap<KeyMap>)
-      sum_parts("LinAttn::backward::key_parameter", gradients.key_parameter,
-                m_args.key_parameter_parts, m_args.nk, 1);
+      sum_parts("LinAttn::backward::key_parameter", key_parameter, m_args.key_parameter_parts, m_args.nk, 1);
   }
 
  private:
-  std::size_t worker_bytes(const Args& args) const {
-    const auto bytes = [&](Walk walk, bool transposed) {
+  /// The windows of the plan, over the columns or the features of the state.
+  static void use_window(Args& args, bool of_values) {
+    Window& w = args.window;
+    const int columns = of_values ? args.dv : args.features;
+    const int width = static_cast<int>(window_width(columns, args.plan.tiles, tile_columns<A>));
+    w.of_values = of_values;
+    w.tiles = width == 0 ? 1 : (columns + width - 1) / width;
+    w.features = of_values ? args.features : width;
+    w.values = of_values ? width : args.dv;
+    args.tasks = args.sequences * args.kv_heads * w.tiles * args.plan.segments;
+  }
+
+  /// body() with each window that the pass uses.
+  template <class Body>
+  void for_each_window(Args& args, const Body& body) const {
+    if (m_pass == Pass::backward) {
+      use_window(args, false);
+      body();
+      if (args.plan.tiles == 1) return;
+    }
+    use_window(args, true);
+    body();
+  }
+
+  std::size_t worker_bytes(Args& args) const {
+    std::size_t most = 0;
+    const auto count = [&](Walk walk, bool transposed) {
       ArenaCursor counter;
       Tiles<A>(counter, args, walk, transposed, scaled);
-      return counter.required();
+      most = std::max(most, counter.required());
     };
-    if (m_pass == Pass::forward) return bytes(Walk::output, false);  // key_state needs a part of it
-    return std::max(bytes(Walk::query_gradient, true), bytes(Walk::key_gradient, true));
+    for_each_window(args, [&] {
+      if (m_pass == Pass::forward) return count(Walk::output, false);  // key_state needs a part of it
+      count(Walk::query_gradient, true);
+      count(Walk::key_gradient, true);
+    });
+    return most;
   }
 
   void place(ArenaCursor& arena) {
@@ -191,12 +239,18 @@ class Call {
     if (!plan.tiles_in_scratch)
       m_args.worker_memory =
           arena.take<std::byte>(static_cast<std::int64_t>(plan.tile_bytes) * plan.workers);
+    std::int64_t tasks = 0, values = 0, sums = 0;  // the most of any launch
+    for_each_window(m_args, [&] {
+      tasks = std::max(tasks, m_args.tasks);
+      values = std::max(values, m_args.tasks * m_args.state_size());
+      sums = std::max(sums, m_args.tasks * m_args.window.features);
+    });
     if (plan.segments > 1) {
-      m_args.states.values = arena.take<A>(m_args.tasks * m_args.state_size());
-      m_args.states.sums = arena.take<A>(m_args.tasks * m_args.features);
+      m_args.states.values = arena.take<A>(values);
+      m_args.states.sums = arena.take<A>(sums);
       if constexpr (scaled) {
-        m_args.states.shifts = arena.take<int>(m_args.tasks * m_args.features);
-        m_args.states.carried_shifts = arena.take<int>(m_args.tasks * m_args.features);
+        m_args.states.shifts = arena.take<int>(tasks * m_args.features);
+        m_args.states.carried_shifts = arena.take<int>(tasks * m_args.features);
       }
     }
     if constexpr (!is_host_space_v<ExecSpace>) {
@@ -206,9 +260,9 @@ class Call {
       if constexpr (scaled)
         m_args.shift_table = arena.take<int>(units() * m_args.shift_entries * m_args.features);
       if constexpr (ParameterizedFeatureMap<QueryMap>)
-        m_args.query_parameter_parts = arena.take<double>(m_args.tasks * m_args.group);
+        m_args.query_parameter_parts = arena.take<double>(tasks * m_args.group);
       if constexpr (ParameterizedFeatureMap<KeyMap>)
-        m_args.key_parameter_parts = arena.take<double>(m_args.tasks);
+        m_args.key_parameter_parts = arena.take<double>(tasks);
     }
   }
 
@@ -221,6 +275,7 @@ class Call {
   }
 
   void launch_query_gradients() {
+    use_window(m_args, false);
     if (m_args.plan.segments > 1) {
       walk<Walk::key_state>("LinAttn::backward::key_state", true);
       scan("LinAttn::backward::prefix_scan", m_args.causal ? ScanKind::prefix : ScanKind::total,
@@ -229,7 +284,10 @@ class Call {
     walk<Walk::query_gradient>("LinAttn::backward::query_gradient", true);
   }
 
-  void launch_key_gradients() {
+  void launch_key_gradients(bool of_values, bool wants_keys, bool wants_values) {
+    use_window(m_args, of_values);
+    m_args.wants_keys = wants_keys;
+    m_args.wants_values = wants_values;
     if constexpr (scaled) find_shifts();
     if (m_args.plan.segments > 1) {
       walk<Walk::query_state>("LinAttn::backward::query_state", true);
@@ -241,10 +299,11 @@ class Call {
 
   template <Walk Kind>
   void walk(const char* label, bool transposed) {
-    Kokkos::TeamPolicy<ExecSpace> policy(m_exec, m_args.plan.workers, m_args.plan.team_size);
+    const int workers = static_cast<int>(std::min<std::int64_t>(m_args.tasks, m_args.plan.workers));
+    Kokkos::TeamPolicy<ExecSpace> policy(m_exec, workers, m_args.plan.team_size);
     if (m_args.plan.tiles_in_scratch)
       policy.set_scratch_size(0, Kokkos::PerTeam(static_cast<int>(m_args.plan.tile_bytes)));
-    launch(label, policy, WalkKernel<ExecSpace, Args, Kind, T, QueryMap, KeyMap>{m_args, transposed});
+    launch(label, policy, WalkKernel<ExecSpace, Kind, A, QueryMap, KeyMap>{m_args, transposed});
   }
 
   void scan(const char* label, ScanKind kind, const CallerState<const A, const int>& edge, int edge_sign,
@@ -257,17 +316,25 @@ class Call {
                                                   m_args.plan.segments,
                                                   m_args.features,
                                                   m_args.dv,
+                                                  m_args.window,
                                                   m_args.kv_heads};
-    launch_teams(label, units() * kernel.blocks(), kernel);
+    launch_teams(label, units() * m_args.window.tiles * kernel.blocks(), kernel);
   }
 
   void find_shifts() {
     if (m_args.shift_entries == 0) return;
     launch_teams("LinAttn::backward::find_shifts", units() * m_args.shift_entries,
-                 FindShifts<ExecSpace, T, QueryMap, KeyMap>{m_args});
+                 FindShifts<ExecSpace, A, QueryMap, KeyMap>{m_args});
     launch_teams("LinAttn::backward::scan_shifts", units(),
                  ScanShifts<ExecSpace>{m_args.shift_table, m_args.initial.shifts, m_args.shift_entries,
                                        m_args.kv_heads, m_args.features});
+  }
+
+  /// Windows of features, over which the parts of a parameter's gradient are summed.
+  int parameter_tiles() const {
+    Args args = m_args;
+    use_window(args, false);
+    return args.window.tiles;
   }
 
   std::int64_t units() const { return m_args.sequences * m_args.kv_heads; }
@@ -292,12 +359,12 @@ class Call {
   void sum_parts(const char* label, const TensorRef<double, 1, ExecSpace>& gradient,
                  const double* parts, std::int64_t tokens, std::int64_t group) {
     if (!gradient.present() || gradient.extent(0) == 0) return;
-    const bool nothing = m_args.tasks == 0 || tokens == 0;  // an empty sum
+    const bool nothing = units() == 0 || tokens == 0;  // an empty sum
     Kokkos::parallel_for(
         label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, gradient.extent(0)),
         SumParameterParts<ExecSpace>{parts, gradient.data(), gradient.stride(0),
                                      nothing ? 0 : m_args.sequences, m_args.kv_heads,
-                                     m_args.plan.segments, group});
+                                     m_args.plan.segments * parameter_tiles(), group});
   }
 
   ExecSpace m_exec;
@@ -390,8 +457,9 @@ Problem problem_of(const Inputs<ExecSpace, T>& in) {
   return p;
 }
 
-template <class T, class ExecSpace, Variant V>
-void Call<T, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<ExecSpace, T>& saved) {
+template <class A, class ExecSpace, Variant V>
+template <class T>
+void Call<A, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<ExecSpace, T>& saved) {
   m_args.q = decltype(m_args.q)(in.q);
   m_args.k = decltype(m_args.k)(in.k);
   m_args.v = decltype(m_args.v)(in.v);
@@ -424,9 +492,9 @@ void Call<T, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<Exe
   bind_state("initial state", in.state, m_args.initial);
 }
 
-template <class T, class ExecSpace, Variant V>
+template <class A, class ExecSpace, Variant V>
 template <class StateRef, class Caller>
-void Call<T, ExecSpace, V>::bind_state(const char* name, const StateRef& state, Caller& caller) {
+void Call<A, ExecSpace, V>::bind_state(const char* name, const StateRef& state, Caller& caller) {
   if (!state.S.present() && !state.z.present() && !state.shift.present()) return;
   const std::int64_t m = m_args.sequences, h = m_args.kv_heads, r = m_args.features;
   const auto require = [&](const char* part, const auto& tensor, const auto& shape) {

@@ -32,44 +32,57 @@ struct ScanStates {
   ScanKind kind;
   bool transposed;
   int segments, features, dv;
+  Window window;
   std::int64_t kv_heads;
 
   std::int64_t blocks() const { return (elements() + block - 1) / block; }
 
+  /// `unit` counts (sequence, key/value head, window).
   KOKKOS_FUNCTION void operator()(const Member& team) const {
-    const std::int64_t state = std::int64_t(features) * dv;
+    const std::int64_t state = std::int64_t(window.features) * window.values;
     const std::int64_t count = elements();
     const std::int64_t blocks = (count + block - 1) / block;
     const std::int64_t unit = team.league_rank() / blocks;
     const std::int64_t begin = team.league_rank() % blocks * block;
     const int here = static_cast<int>(count - begin < block ? count - begin : block);
-    const std::int64_t member = unit / kv_heads, head = unit % kv_heads;
+    const std::int64_t member = unit / window.tiles / kv_heads, head = unit / window.tiles % kv_heads;
+    const int tile = static_cast<int>(unit % window.tiles);
+    const int first_feature = window.of_values ? 0 : tile * window.features;
+    const int first_value = window.of_values ? tile * window.values : 0;
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, here), [&](int e) {
       const std::int64_t element = begin + e;
       if (element < state) {
-        const int feature = static_cast<int>(transposed ? element % features : element / dv);
-        const int value = static_cast<int>(transposed ? element / features : element % dv);
+        const int feature =
+            first_feature + static_cast<int>(transposed ? element % window.features : element / window.values);
+        const int value =
+            first_value + static_cast<int>(transposed ? element / window.features : element % window.values);
+        if (feature >= features || value >= dv) return;  // the last window is narrower
         const A first = edge.present ? edge.values.row(member, head, feature)[value * edge.values.element_stride]
                                      : A(0);
         scan_values(team, states.values + unit * segments * state + element, state, unit, feature, first);
-      } else if (element < state + features) {
-        const int feature = static_cast<int>(element - state);
+      } else if (element < state + window.features) {
+        const int at = static_cast<int>(element - state);
+        const int feature = first_feature + at;
+        if (feature >= features) return;
         const A first = edge.present ? *edge.sums.row(member, head, feature) : A(0);
-        scan_values(team, states.sums + unit * segments * features + feature, features, unit, feature, first);
+        scan_values(team, states.sums + unit * segments * window.features + at, window.features, unit, feature,
+                    first);
       } else {
-        scan_shifts(team, unit, static_cast<int>(element - state - features));
+        scan_shifts(team, unit, static_cast<int>(element - state - window.features));
       }
     });
   }
 
  private:
   KOKKOS_FUNCTION std::int64_t elements() const {
-    return std::int64_t(features) * dv + (Scaled ? 2 : 1) * features;
+    return std::int64_t(window.features) * window.values + window.features + (Scaled ? features : 0);
   }
   KOKKOS_FUNCTION int place(int i) const { return kind == ScanKind::suffix ? segments - 1 - i : i; }
 
   KOKKOS_FUNCTION int edge_shift(std::int64_t unit, int feature) const {
-    return edge.present ? edge_sign * *edge.shifts.row(unit / kv_heads, unit % kv_heads, feature) : no_shift;
+    return edge.present ? edge_sign * *edge.shifts.row(unit / window.tiles / kv_heads,
+                                                       unit / window.tiles % kv_heads, feature)
+                        : no_shift;
   }
 
   KOKKOS_FUNCTION void scan_values(const Member& team, A* values, std::int64_t stride,
@@ -117,34 +130,47 @@ struct ScanStates {
 };
 
 /// Largest exponent of the visible keys of each interval of chunks, for each feature (scaled maps).
-template <class ExecSpace, class T, class QueryMap, class KeyMap>
+template <class ExecSpace, class A, class QueryMap, class KeyMap>
 struct FindShifts {
-  using A = accumulator_t<T>;
   using Member = typename Kokkos::TeamPolicy<ExecSpace>::member_type;
 
-  Arguments<T, QueryMap, KeyMap> args;
+  Arguments<A, QueryMap, KeyMap> args;
 
-  KOKKOS_FUNCTION void operator()(const Member& team) const {
-    const std::int64_t unit = team.league_rank() / args.shift_entries;
-    const std::int64_t entry = team.league_rank() % args.shift_entries;
+  KOKKOS_FUNCTION void operator()(const Member& member) const {
+    if constexpr (is_host_space_v<ExecSpace>)
+      work(member, HostTeam{});
+    else
+      work(member, DeviceTeam<Member>{member});
+  }
+
+  template <class Team>
+  KOKKOS_FUNCTION void work(const Member& member, const Team& team) const {
+    const std::int64_t unit = member.league_rank() / args.shift_entries;
+    const std::int64_t entry = member.league_rank() % args.shift_entries;
     const std::int64_t head = unit % args.kv_heads;
     const Sequence sequence = Sequence::at(args, unit / args.kv_heads);
     const Visibility visible = Visibility::of(args, sequence);
     const std::int64_t begin = entry * args.shift_interval();
     const std::int64_t end = begin + args.shift_interval() < sequence.nk ? begin + args.shift_interval()
                                                                         : sequence.nk;
-    int* table = args.shift_table + team.league_rank() * args.features;
+    int* table = args.shift_table + member.league_rank() * args.features;
+    for_each(team, args.features, [=](int d) { table[d] = no_shift; });
+    team.barrier();
     const auto map = bind_map<A>(args.key_map, head);
-    const T* k = args.k.row(sequence.batch, head, sequence.k_begin);
-    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, args.features), [&](int d) {
-      int largest = no_shift;
-      for (std::int64_t j = begin; j < end; ++j) {
-        if (!visible(j)) continue;
-        const int e = map.exponent(
-            static_cast<A>(k[j * args.k.row_stride + d * args.k.element_stride]));
-        largest = e > largest ? e : largest;
-      }
-      table[d] = largest;
+    with_storage<A>(args.k.storage, [&]<class S>(std::type_identity<S>) {
+      const S* k = args.k.template row<S>(sequence.batch, head, sequence.k_begin);
+      const std::int64_t row = args.k.row_stride;
+      with_stride<Team>(args.k.element_stride, [&](auto element) {
+        for_each_down(team, static_cast<int>(end - begin), args.features, [=](int r) { return visible(begin + r); },
+                      [=](int r) {
+                        const S* x = k + (begin + r) * row;
+                        return [=](int d) {
+                          const int e = map.exponent(widen<A>(x[d * element]));
+                          table[d] = e > table[d] ? e : table[d];
+                        };
+                      },
+                      [](int) { return [](int) {}; });
+      });
     });
   }
 };

@@ -30,6 +30,14 @@
 /// into pieces, so that the features of earlier keys do not underflow. Every rescaling is by a power of
 /// two: no key changes a bit of an earlier causal row.
 ///
+/// **Windows.** A worker may keep only a window of the state: some of the columns of S, for which it forms
+/// the same columns of o or dV, or some of the features, for which it forms the same entries of dQ or dK.
+/// Products Q K^T and G V^T are over all features and columns, and formed by each of them.
+///
+/// **In place.** On the host, rows that need no change (a map that is the identity, values, cotangents of
+/// a sum) take part in the products where the caller keeps them, and results are stored there, if they
+/// fill whole tiles. Otherwise they go through tiles; the numbers are the same.
+///
 /// **Hidden keys** have features 0 and value 0, are never read, and are out of every shift. **States** that
 /// the caller hands in stand before the first key; the cotangent of the last state stands after the last
 /// query of the mirrored walk.
@@ -38,11 +46,10 @@ namespace LinAttn::detail {
 
 inline constexpr int largest_rise = 60;
 
-template <class Team, class T, class QueryMap, class KeyMap>
+template <class Team, class A, class QueryMap, class KeyMap>
 class Walker {
  public:
-  using A = accumulator_t<T>;
-  using Args = Arguments<T, QueryMap, KeyMap>;
+  using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
   static constexpr bool compensated = Tiles<A>::compensated;
 
@@ -50,9 +57,13 @@ class Walker {
       : m_team(team), m_args(args), m_tiles(tiles), m_transposed(transposed) {}
 
   KOKKOS_FUNCTION void run(Walk walk, std::int64_t task) {
+    m_walk = walk;
     m_task = task;
     m_segment = task % m_args.plan.segments;
-    m_unit = task / m_args.plan.segments;
+    const std::int64_t windowed = task / m_args.plan.segments;
+    m_tile = static_cast<int>(windowed % m_args.window.tiles);
+    m_unit = windowed / m_args.window.tiles;
+    enter_window();
     m_member = m_unit / m_args.kv_heads;
     m_kv_head = m_unit % m_args.kv_heads;
     m_sequence = Sequence::at(m_args, m_member);
@@ -76,6 +87,20 @@ class Walker {
   struct Range {
     std::int64_t first, last;
   };
+  /// A factor with element stride 1.
+  struct Factored {
+    const A* data;
+    std::int64_t ld;
+  };
+
+  KOKKOS_FUNCTION void enter_window() {
+    const Window& w = m_args.window;
+    m_first_feature = w.of_values ? 0 : m_tile * w.features;
+    m_first_value = w.of_values ? m_tile * w.values : 0;
+    const int features = m_args.features - m_first_feature, values = m_args.dv - m_first_value;
+    m_features = features < w.features ? features : w.features;
+    m_dv = values < w.values ? values : w.values;
+  }
 
   // ---- the walks ------------------------------------------------------------------------------
 
@@ -93,14 +118,12 @@ class Walker {
       causal_walk([&](Chunk piece, const int* running, std::int64_t g) {
         load_queries(piece, g, running);
         causal_weights(piece);
-        numerators(piece, true);
-        write_output(piece, g, true);
+        answer(piece, g, true);
       });
     } else {
       full_walk([&](Chunk queries, std::int64_t g) {
         load_queries(queries, g, nullptr);
-        numerators(queries, false);
-        write_output(queries, g, false);
+        answer(queries, g, false);
       });
     }
     if (m_args.last.present && m_segment == (m_args.causal ? m_args.plan.segments - 1 : 0))
@@ -115,15 +138,13 @@ class Walker {
         load_queries(piece, g, running);
         load_cotangents(piece, g);
         causal_weight_cotangents(piece);
-        query_gradients(piece, true);
-        write_query_gradients(piece, g);
+        query_gradients(piece, g, true);
       });
     } else {
       full_walk([&](Chunk queries, std::int64_t g) {
         load_queries(queries, g, nullptr);
         load_cotangents(queries, g);
-        query_gradients(queries, false);
-        write_query_gradients(queries, g);
+        query_gradients(queries, g, false);
       });
     }
   }
@@ -157,19 +178,16 @@ class Walker {
         prefetch_chunk(c - 1, m_sequence.nk);
         for_each_piece_backward(chunk(c, m_sequence.nk), c, [&](Chunk piece, const int* running) {
           rescale_to_piece(piece, running);
-          load_keys(piece);
-          load_values(piece);
+          load_keys(piece, m_args.wants_values);
+          load_values(piece, wants_key_features());
           const bool has_queries = piece.begin + piece.rows > offset();
-          if (!has_queries) key_gradients(piece, false);
+          if (!has_queries) key_gradients(piece, false, true);
           for (std::int64_t g = 0; has_queries && g < m_args.group; ++g) {
             load_queries(piece, g, running);
             load_cotangents(piece, g);
-            causal_weights(piece);
-            causal_weight_cotangents(piece);
-            if (g == 0)
-              key_gradients(piece, true);
-            else
-              add_chunk_key_gradients(piece);
+            if (m_args.wants_values) causal_weights(piece);
+            if (wants_key_features()) causal_weight_cotangents(piece);
+            key_gradients(piece, true, g == 0);
             absorb_loaded_queries(piece);
           }
           write_key_gradients(piece);
@@ -178,13 +196,13 @@ class Walker {
     } else {
       for (std::int64_t c = range.first; c < range.last; ++c) {
         const Chunk keys = chunk(c, m_sequence.nk);
-        load_keys(keys);
-        load_values(keys);
-        key_gradients(keys, false);
+        load_keys(keys, m_args.wants_values);
+        load_values(keys, false);
+        key_gradients(keys, false, true);
         write_key_gradients(keys);
       }
     }
-    if (m_args.initial_gradient.present && m_segment == 0) hand_out_initial_gradient();
+    if (m_args.initial_gradient.present && m_args.wants_keys && m_segment == 0) hand_out_initial_gradient();
   }
 
   /// Every chunk of the segment in order: body(piece, running shifts, query head of the group) where
@@ -201,9 +219,9 @@ class Walker {
         continue;
       }
       for_each_piece(keys, [&](Chunk piece, const int* running) {
-        if constexpr (scaled) rescale_state<1>(running + (piece.rows - 1) * m_tiles.ldr);
-        load_keys(piece);
-        load_values(piece);
+        if constexpr (scaled) rescale_state<1>(running + (piece.rows - 1) * m_tiles.ld_shift);
+        load_keys(piece, m_walk == Walk::output);
+        load_values(piece, m_walk == Walk::query_gradient);
         for (std::int64_t g = 0; g < m_args.group; ++g) body(piece, running, g);
         const bool ends = c + 1 == range.last && piece.begin + piece.rows == keys.begin + keys.rows;
         if (!ends || state_is_wanted) absorb_loaded_keys(piece);
@@ -236,8 +254,74 @@ class Walker {
     const std::int64_t first = offset() - keys.begin;
     return first < 0 ? 0 : static_cast<int>(first < keys.rows ? first : keys.rows);
   }
-  KOKKOS_FUNCTION const T* key_row(std::int64_t j) const {
-    return m_args.k.row(m_sequence.batch, m_kv_head, m_sequence.k_begin + j);
+  // ---- rows of the caller ---------------------------------------------------------------------
+
+  /// Position in the tensors of k and v of the first row of a chunk.
+  KOKKOS_FUNCTION std::int64_t key_begin(Chunk keys) const { return m_sequence.k_begin + keys.begin; }
+  KOKKOS_FUNCTION bool all_visible(Chunk keys) const {
+    if (m_visible.everything()) return true;
+    bool all = true;
+    for (int r = 0; r < keys.rows; ++r) all = all && m_visible(keys.begin + r);
+    return all;
+  }
+
+  /// Whether rows can serve as a tile, for reading or for writing: they fill whole register tiles.
+  KOKKOS_FUNCTION bool in_place(const StoredTensor<A>& t, int rows, int columns) const {
+    return Team::on_host && t.storage == Storage::native && t.element_stride == 1 && rows % tile_rows == 0 &&
+           columns % tile_columns<A> == 0;
+  }
+
+  /// `columns` columns of rows as numbers: where they lie, or converted into the staging tile, where they
+  /// stay until the next call. Rows where not visible(row) are not read.
+  template <class Visible>
+  KOKKOS_FUNCTION Rows<A> fetch(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin, int rows,
+                                int first_column, int columns, const Visible& visible) {
+    if (t.storage == Storage::native)
+      return {t.template row<A>(m_sequence.batch, head, begin) + first_column * t.element_stride, t.row_stride,
+              t.element_stride};
+    A* staging = m_tiles.staging;
+    const int ld = m_tiles.ld_staging;
+    m_team.barrier();
+    with_storage<A>(t.storage, [&]<class S>(std::type_identity<S>) {
+      if constexpr (!std::is_same_v<S, A>) {
+        const S* from = t.template row<S>(m_sequence.batch, head, begin) + first_column * t.element_stride;
+        const std::int64_t row = t.row_stride;
+        with_stride<Team>(t.element_stride, [&](auto element) {
+          for_each_in_counted_rows(
+              m_team, rows, columns, visible,
+              [=](int r) {
+                const S* x = from + r * row;
+                A* to = staging + r * ld;
+                return [=](int j) { to[j] = widen<A>(x[j * element]); };
+              },
+              [=](int r) { return [=](int j) { staging[r * ld + j] = A(0); }; });
+        });
+      }
+    });
+    m_team.barrier();
+    return {staging, ld, 1};
+  }
+
+  /// Rows of a tile to the caller, zeros where not counts(row).
+  template <class Counts>
+  LINATTN_OUTLINE KOKKOS_FUNCTION void put(const A* tile, std::int64_t ld, const StoredTensor<A>& t,
+                                           std::int64_t head, std::int64_t begin, int rows, int first_column,
+                                           int columns, const Counts& counts) {
+    with_storage<A>(t.storage, [&]<class S>(std::type_identity<S>) {
+      S* to = t.template row<S>(m_sequence.batch, head, begin) + first_column * t.element_stride;
+      const std::int64_t row = t.row_stride;
+      with_stride<Team>(t.element_stride, [&](auto element) {
+        for_each_in_counted_rows(
+            m_team, rows, columns, counts,
+            [=](int r) {
+              const A* x = tile + r * ld;
+              S* here = to + r * row;
+              return [=](int j) { here[j * element] = narrow<S>(x[j]); };
+            },
+            [=](int r) { return [=](int j) { to[r * row + j * element] = narrow<S>(A(0)); }; });
+      });
+    });
+    m_team.barrier();
   }
 
   /// Asks for the rows of a causal chunk before they are needed.
@@ -246,27 +330,38 @@ class Walker {
     if constexpr (Team::on_host) {
       if (c < 0 || c >= m_args.chunks(tokens)) return;
       const Chunk keys = chunk(c, tokens);
-      prefetch_rows(m_args.k, m_kv_head, m_sequence.k_begin + keys.begin, keys.rows, m_args.d);
-      prefetch_rows(m_args.v, m_kv_head, m_sequence.k_begin + keys.begin, keys.rows, m_args.dv);
-      const std::int64_t query = keys.begin - offset();
+      const std::int64_t at_keys = key_begin(keys), query = keys.begin - offset();
+      prefetch_rows<false>(m_args.k, m_kv_head, at_keys, keys.rows, m_first_feature, m_features);
+      prefetch_rows<false>(m_args.v, m_kv_head, at_keys, keys.rows, m_first_value, m_dv);
+      if (m_walk == Walk::key_gradient) {
+        prefetch_rows<true>(m_args.d_k, m_kv_head, at_keys, keys.rows, m_first_feature, m_features);
+        prefetch_rows<true>(m_args.d_v, m_kv_head, at_keys, keys.rows, m_first_value, m_dv);
+      }
       if (query < 0) return;
-      const std::int64_t at = m_sequence.q_begin + query;
-      prefetch_rows(m_args.q, query_head(0), at, keys.rows, m_args.d);
-      if (m_args.d_o) prefetch_rows(m_args.d_o, query_head(0), at, keys.rows, m_args.dv);
-      if (m_args.d_o && m_args.o) prefetch_rows(m_args.o, query_head(0), at, keys.rows, m_args.dv);
+      const std::int64_t at = m_sequence.q_begin + query, head = query_head(0);
+      prefetch_rows<false>(m_args.q, head, at, keys.rows, m_first_feature, m_features);
+      if (m_walk == Walk::output) return prefetch_rows<true>(m_args.o, head, at, keys.rows, m_first_value, m_dv);
+      if (m_walk == Walk::query_gradient)
+        prefetch_rows<true>(m_args.d_q, head, at, keys.rows, m_first_feature, m_features);
+      prefetch_rows<false>(m_args.d_o, head, at, keys.rows, m_first_value, m_dv);
+      if (wants_row_terms()) prefetch_rows<false>(m_args.o, head, at, keys.rows, m_first_value, m_dv);
     }
 #endif
     (void)c, (void)tokens;
   }
 
 #if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
-  template <class U>
-  void prefetch_rows(const RowTensor<U>& tensor, std::int64_t head, std::int64_t row, int rows,
+  template <bool ToWrite>
+  void prefetch_rows(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin, int rows, int first_column,
                      int columns) const {
-    if (tensor.element_stride != 1) return;
-    constexpr int line = 64 / static_cast<int>(sizeof(T));
+    if (!t || t.element_stride != 1) return;
+    constexpr int line = 64;
+    const int bytes = columns * t.element_bytes();
+    const char* from = static_cast<const char*>(t.data) +
+                       (m_sequence.batch * t.batch_stride + head * t.head_stride + begin * t.row_stride +
+                        first_column) * t.element_bytes();
     for (int r = 0; r < rows; ++r)
-      for (int d = 0; d < columns; d += line) prefetch(tensor.row(m_sequence.batch, head, row + r) + d);
+      for (int b = 0; b < bytes; b += line) prefetch<ToWrite>(from + r * t.row_stride * t.element_bytes() + b);
   }
 #endif
 
@@ -274,20 +369,19 @@ class Walker {
   LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void running_shifts(Chunk keys, const int* before) {
     if constexpr (scaled) {
       const auto map = bind_map<A>(m_args.key_map, m_kv_head);
-      const T* k = key_row(keys.begin);
-      const std::int64_t row = m_args.k.row_stride;
-      const int ld = m_tiles.ldr;
+      const int ld = m_tiles.ld_shift;
       int* running = m_tiles.running;
       const Visibility visible = m_visible;
+      const auto seen = [=](int r) { return visible(keys.begin + r); };
+      const Rows<A> k = fetch(m_args.k, m_kv_head, key_begin(keys), keys.rows, 0, m_args.d, seen);
       m_team.barrier();
-      with_stride<Team>(m_args.k.element_stride, [&](auto element) {
-        const auto seen = [=](int r) { return visible(keys.begin + r); };
+      with_stride<Team>(k.element, [&](auto element) {
         for_each_down(m_team, keys.rows, m_args.features, seen, [=](int r) {
           const int* above = r == 0 ? before : running + (r - 1) * ld;
           int* here = running + r * ld;
-          const T* x = k + r * row;
+          const A* x = k.data + r * k.row;
           return [=](int d) {
-            const int e = map.exponent(static_cast<A>(x[d * element]));
+            const int e = map.exponent(x[d * element]);
             here[d] = e > above[d] ? e : above[d];
           };
         }, [=](int r) {
@@ -306,7 +400,7 @@ class Walker {
   /// End of the piece that begins at row `begin`: the first row at which a shift has risen too far.
   KOKKOS_FUNCTION int piece_end(int begin, int rows) const {
     if constexpr (scaled) {
-      const int ld = m_tiles.ldr;
+      const int ld = m_tiles.ld_shift;
       const int* first = m_tiles.running + begin * ld;
       const auto too_far = [&](int row) {
         int rise = 0;
@@ -349,14 +443,14 @@ class Walker {
   }
 
   KOKKOS_FUNCTION const int* running_row(int row) const {
-    return scaled ? m_tiles.running + row * m_tiles.ldr : nullptr;
+    return scaled ? m_tiles.running + row * m_tiles.ld_shift : nullptr;
   }
 
   /// Shifts before chunk c, computed for a whole interval of chunks when the walk enters it.
   KOKKOS_FUNCTION const int* shift_before_chunk(std::int64_t c) {
     const int interval = m_args.plan.shift_interval;
     const std::int64_t entry = c / interval;
-    const int ld = m_tiles.ldr;
+    const int ld = m_tiles.ld_shift;
     if (entry != m_loaded_interval) {
       m_loaded_interval = entry;
       m_team.barrier();
@@ -393,9 +487,11 @@ class Walker {
 
   // ---- the state ------------------------------------------------------------------------------
 
-  KOKKOS_FUNCTION int state_rows() const { return m_transposed ? m_args.dv : m_args.features; }
-  KOKKOS_FUNCTION int state_columns() const { return m_transposed ? m_args.features : m_args.dv; }
+  KOKKOS_FUNCTION int state_rows() const { return m_transposed ? m_dv : m_features; }
+  KOKKOS_FUNCTION int state_columns() const { return m_transposed ? m_features : m_dv; }
   KOKKOS_FUNCTION int state_ld() const { return m_transposed ? m_tiles.ldr : m_tiles.ldv; }
+  /// Leading dimension of a spilled state.
+  KOKKOS_FUNCTION int spilled_ld() const { return m_transposed ? m_args.window.features : m_args.window.values; }
 
   template <class U>
   KOKKOS_FUNCTION void fill(U* data, int n, U value) const {
@@ -408,7 +504,7 @@ class Walker {
     fill(m_tiles.state, state_rows() * state_ld(), A(0));
     fill(m_tiles.sums, m_tiles.ldr, A(0));
     clear_low();
-    if constexpr (scaled) fill(m_tiles.shift, m_tiles.ldr, sign * no_shift);
+    if constexpr (scaled) fill(m_tiles.shift, m_tiles.ld_shift, sign * no_shift);
     (void)sign;
     m_loaded_interval = -1;
     m_team.barrier();
@@ -447,15 +543,15 @@ class Walker {
   /// `sign` is -1 for the mirrored state, whose true sums are 2^-shift times what is kept.
   KOKKOS_FUNCTION void enter_segment(int sign) {
     // without a mask every segment enters with the total, which the scan left in the first place
-    const std::int64_t place = m_args.causal ? m_task : m_unit * m_args.plan.segments;
+    const std::int64_t place = m_args.causal ? m_task : m_task - m_segment;
     const A* values = m_args.states.values + place * m_args.state_size();
-    const A* sums = m_args.states.sums + place * m_args.features;
-    const int columns = state_columns(), ld = state_ld();
+    const A* sums = m_args.states.sums + place * m_args.window.features;
+    const int columns = state_columns(), ld = state_ld(), from = spilled_ld();
     A* state = m_tiles.state;
     for_each_in_rows(m_team, state_rows(), columns, [=](int i) {
-      return [=](int j) { state[i * ld + j] = values[std::int64_t(i) * columns + j]; };
+      return [=](int j) { state[i * ld + j] = values[std::int64_t(i) * from + j]; };
     });
-    for_each(m_team, m_args.features, [&](int d) { m_tiles.sums[d] = sums[d]; });
+    for_each(m_team, m_features, [&](int d) { m_tiles.sums[d] = sums[d]; });
     if constexpr (scaled) {
       const int* shifts = m_args.states.carried_shifts + place * m_args.features;
       for_each(m_team, m_args.features, [&](int d) { m_tiles.shift[d] = sign * shifts[d]; });
@@ -465,15 +561,16 @@ class Walker {
 
   KOKKOS_FUNCTION void enter_caller_state(const CallerState<const A, const int>& from) {
     m_team.barrier();
-    for_each_in_rows(m_team, m_args.features, m_args.dv, [&](int d) {
-      const A* values = from.values.row(m_member, m_kv_head, d);
+    for_each_in_rows(m_team, m_features, m_dv, [&](int d) {
       const std::int64_t element = from.values.element_stride;
+      const A* values = from.values.row(m_member, m_kv_head, m_first_feature + d) + m_first_value * element;
       A* state = m_tiles.state + (m_transposed ? d : d * m_tiles.ldv);
       const int step = m_transposed ? m_tiles.ldr : 1;
       return [=](int v) { state[v * step] = values[v * element]; };
     });
-    for_each(m_team, m_args.features,
-             [&](int d) { m_tiles.sums[d] = *from.sums.row(m_member, m_kv_head, d); });
+    for_each(m_team, m_features, [&](int d) {
+      m_tiles.sums[d] = *from.sums.row(m_member, m_kv_head, m_first_feature + d);
+    });
     if constexpr (scaled) {
       for_each(m_team, m_args.features,
                [&](int d) { m_tiles.shift[d] = *from.shifts.row(m_member, m_kv_head, d); });
@@ -485,17 +582,18 @@ class Walker {
   template <class State>
   KOKKOS_FUNCTION void copy_state_to(const State& to) {
     m_team.barrier();
-    for_each_in_rows(m_team, m_args.features, m_args.dv, [&](int d) {
-      A* values = to.values.row(m_member, m_kv_head, d);
+    for_each_in_rows(m_team, m_features, m_dv, [&](int d) {
       const std::int64_t element = to.values.element_stride;
+      A* values = to.values.row(m_member, m_kv_head, m_first_feature + d) + m_first_value * element;
       const int at = m_transposed ? d : d * m_tiles.ldv;
       const int step = m_transposed ? m_tiles.ldr : 1;
       const A* state = m_tiles.state + at;
       const A* low = compensated ? m_tiles.state_low + at : nullptr;
       return [=](int v) { values[v * element] = low ? state[v * step] - low[v * step] : state[v * step]; };
     });
-    for_each(m_team, m_args.features, [&](int d) {
-      *to.sums.row(m_member, m_kv_head, d) =
+    if (m_first_value > 0) return;  // another window of the same features has them
+    for_each(m_team, m_features, [&](int d) {
+      *to.sums.row(m_member, m_kv_head, m_first_feature + d) =
           compensated ? m_tiles.sums[d] - m_tiles.sums_low[d] : m_tiles.sums[d];
     });
   }
@@ -503,9 +601,10 @@ class Walker {
   KOKKOS_FUNCTION void hand_out_state() {
     copy_state_to(m_args.last);
     if constexpr (scaled) {
-      for_each(m_team, m_args.features, [&](int d) {
-        *m_args.last.shifts.row(m_member, m_kv_head, d) = m_tiles.shift[d];
-      });
+      if (m_first_value == 0)
+        for_each(m_team, m_args.features, [&](int d) {
+          *m_args.last.shifts.row(m_member, m_kv_head, d) = m_tiles.shift[d];
+        });
     }
     m_team.barrier();
   }
@@ -521,18 +620,18 @@ class Walker {
 
   KOKKOS_FUNCTION void spill_state(int sign) {
     A* values = m_args.states.values + m_task * m_args.state_size();
-    A* sums = m_args.states.sums + m_task * m_args.features;
-    const int columns = state_columns(), ld = state_ld();
+    A* sums = m_args.states.sums + m_task * m_args.window.features;
+    const int columns = state_columns(), ld = state_ld(), to = spilled_ld();
     const A* state = m_tiles.state;
     const A* low = m_tiles.state_low;
     m_team.barrier();
     for_each_in_rows(m_team, state_rows(), columns, [=](int i) {
       return [=](int j) {
-        values[std::int64_t(i) * columns + j] =
+        values[std::int64_t(i) * to + j] =
             compensated ? state[i * ld + j] - low[i * ld + j] : state[i * ld + j];
       };
     });
-    for_each(m_team, m_args.features, [&](int d) {
+    for_each(m_team, m_features, [&](int d) {
       sums[d] = compensated ? m_tiles.sums[d] - m_tiles.sums_low[d] : m_tiles.sums[d];
     });
     if constexpr (scaled) {
@@ -556,7 +655,7 @@ class Walker {
           const Chunk keys = chunk(c, m_sequence.nk);
           running_shifts(keys, m_tiles.new_shift);
           for_each(m_team, m_args.features, [&](int d) {
-            m_tiles.new_shift[d] = m_tiles.running[(keys.rows - 1) * m_tiles.ldr + d];
+            m_tiles.new_shift[d] = m_tiles.running[(keys.rows - 1) * m_tiles.ld_shift + d];
           });
           m_team.barrier();
         }
@@ -572,23 +671,24 @@ class Walker {
       m_team.barrier();
       if (shifts_differ(to)) {
         const int ld = state_ld();
-        const int* from = m_tiles.shift;
+        const int* old = m_tiles.shift + m_first_feature;
+        const int* now = to + m_first_feature;
         A* const parts[2] = {m_tiles.state, m_tiles.state_low};
         for (int part = 0; part < (compensated ? 2 : 1); ++part) {
           A* state = parts[part];
           if (m_transposed) {
-            for_each_in_rows(m_team, m_args.dv, m_args.features, [=](int v) {
-              return [=](int d) { state[v * ld + d] *= power_of_two<A>(Sign * (from[d] - to[d])); };
+            for_each_in_rows(m_team, m_dv, m_features, [=](int v) {
+              return [=](int d) { state[v * ld + d] *= power_of_two<A>(Sign * (old[d] - now[d])); };
             });
           } else {
-            for_each_in_rows(m_team, m_args.features, m_args.dv, [=](int d) {
-              const A factor = power_of_two<A>(Sign * (from[d] - to[d]));
+            for_each_in_rows(m_team, m_features, m_dv, [=](int d) {
+              const A factor = power_of_two<A>(Sign * (old[d] - now[d]));
               return [=](int v) { state[d * ld + v] *= factor; };
             });
           }
         }
-        for_each(m_team, m_args.features, [&](int d) {
-          const A factor = power_of_two<A>(Sign * (from[d] - to[d]));
+        for_each(m_team, m_features, [&](int d) {
+          const A factor = power_of_two<A>(Sign * (old[d] - now[d]));
           m_tiles.sums[d] *= factor;
           if (compensated) m_tiles.sums_low[d] *= factor;
         });
@@ -610,7 +710,7 @@ class Walker {
   /// Mirrored state, walking down: the shift falls, and what later rows left shrinks with it.
   KOKKOS_FUNCTION void rescale_to_piece(Chunk piece, const int* running) {
     if constexpr (scaled)
-      rescale_state<-1>(running + (piece.rows - 1) * m_tiles.ldr);
+      rescale_state<-1>(running + (piece.rows - 1) * m_tiles.ld_shift);
     else
       (void)piece, (void)running;
   }
@@ -621,8 +721,7 @@ class Walker {
 
   /// z += sum over rows of weight(row) * row; the chunk is summed first.
   template <class Weight>
-  LINATTN_OUTLINE KOKKOS_FUNCTION void add_rows_to_sums(const A* rows, int count, const Weight& weight) {
-    const int ld = m_tiles.ldr;
+  LINATTN_OUTLINE KOKKOS_FUNCTION void add_rows_to_sums(Factored rows, int count, const Weight& weight) {
     const auto add = [&](int d, A part) {
       if constexpr (compensated)
         compensated_add(m_tiles.sums[d], m_tiles.sums_low[d], part);
@@ -631,18 +730,19 @@ class Walker {
     };
     if constexpr (Team::on_host) {
       constexpr int block = tile_columns<A>;
-      for (int d0 = 0; d0 < m_args.features; d0 += block) {
+      for (int d0 = 0; d0 < m_features; d0 += block) {
         A part[block] = {};
         for (int r = 0; r < count; ++r) {
           const A w = weight(r);
-          for (int d = 0; d < block; ++d) part[d] += w * rows[r * ld + d0 + d];
+          const A* row = rows.data + r * rows.ld + d0;
+          for (int d = 0; d < block; ++d) part[d] += w * row[d];
         }
         for (int d = 0; d < block; ++d) add(d0 + d, part[d]);
       }
     } else {
-      for_each(m_team, m_args.features, [&](int d) {
+      for_each(m_team, m_features, [&](int d) {
         A part = A(0);
-        for (int r = 0; r < count; ++r) part += weight(r) * rows[r * ld + d];
+        for (int r = 0; r < count; ++r) part += weight(r) * rows.data[r * rows.ld + d];
         add(d, part);
       });
     }
@@ -654,50 +754,68 @@ class Walker {
   KOKKOS_FUNCTION void absorb_keys(Chunk keys) {
     if constexpr (scaled) {
       running_shifts(keys, m_tiles.shift);
-      rescale_state<1>(m_tiles.running + (keys.rows - 1) * m_tiles.ldr);
+      rescale_state<1>(m_tiles.running + (keys.rows - 1) * m_tiles.ld_shift);
     }
-    load_keys(keys);
-    load_values(keys);
+    load_keys(keys, false);
+    load_values(keys, false);
     absorb_loaded_keys(keys);
   }
 
-  /// Features of the keys of a chunk at the current shifts, and their transpose if the walk has one.
-  LINATTN_OUTLINE KOKKOS_FUNCTION void load_keys(Chunk keys) {
-    const auto map = bind_map<A>(m_args.key_map, m_kv_head);
-    const int* shift = m_tiles.shift;
-    const Visibility visible = m_visible;
+  /// Features of the keys of a chunk at the current shifts, and their transpose if asked for.
+  LINATTN_OUTLINE KOKKOS_FUNCTION void load_keys(Chunk keys, bool transposed_too) {
     m_team.barrier();
-    features<KeyMap>(
-        map, key_row(keys.begin), m_args.k, keys.rows, m_tiles.keys,
-        [=](int) { return [=](int d) { return shift[d]; }; },
-        [=](int r) { return visible(keys.begin + r); });
+    m_keys = {m_tiles.keys, m_tiles.ldr};
+    bool loaded = false;
+    if constexpr (IdentityFeatureMap<KeyMap>) {
+      loaded = in_place(m_args.k, keys.rows, m_features) && all_visible(keys);
+      if (loaded) m_keys = rows_of(m_args.k, m_kv_head, key_begin(keys), m_first_feature);
+    }
+    if (!loaded) {
+      const Visibility visible = m_visible;
+      const auto seen = [=](int r) { return visible(keys.begin + r); };
+      const int* shift = m_tiles.shift + m_first_feature;
+      features<KeyMap>(bind_map<A>(m_args.key_map, m_kv_head),
+                       fetch_features<KeyMap>(m_args.k, m_kv_head, key_begin(keys), keys.rows, seen), keys.rows,
+                       m_tiles.keys, [=](int) { return [=](int d) { return shift[d]; }; }, seen);
+    }
     m_team.barrier();
-    if (m_tiles.keys_t) {
-      transpose(m_team, keys.rows, m_args.features, m_tiles.keys, m_tiles.ldr, m_tiles.keys_t, m_tiles.ldc);
+    if (transposed_too) {
+      transpose(m_team, keys.rows, m_features, m_keys.data, m_keys.ld, m_tiles.keys_t, m_tiles.ldc);
       m_team.barrier();
     }
   }
 
-  /// Values of a chunk, and their transpose in the backward pass.
-  LINATTN_OUTLINE KOKKOS_FUNCTION void load_values(Chunk keys) {
-    const T* v = m_args.v.row(m_sequence.batch, m_kv_head, m_sequence.k_begin + keys.begin);
-    const std::int64_t row = m_args.v.row_stride;
-    A* values = m_tiles.values;
-    const int ld = m_tiles.ldv;
-    const Visibility visible = m_visible;
-    with_stride<Team>(m_args.v.element_stride, [&](auto element) {
-      for_each_in_counted_rows(
-          m_team, keys.rows, m_args.dv, [=](int r) { return visible(keys.begin + r); },
-          [=](int r) {
-            const T* x = v + r * row;
-            A* to = values + r * ld;
-            return [=](int j) { to[j] = static_cast<A>(x[j * element]); };
-          },
-          [=](int r) { return [=](int j) { values[r * ld + j] = A(0); }; });
-    });
+  /// Rows of the caller as a factor; only where in_place().
+  KOKKOS_FUNCTION Factored rows_of(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin,
+                                   int first_column) const {
+    return {t.template row<A>(m_sequence.batch, head, begin) + first_column, t.row_stride};
+  }
+
+  /// Values of a chunk, and their transpose if asked for.
+  LINATTN_OUTLINE KOKKOS_FUNCTION void load_values(Chunk keys, bool transposed_too) {
+    if (in_place(m_args.v, keys.rows, m_dv) && all_visible(keys)) {
+      m_values = rows_of(m_args.v, m_kv_head, key_begin(keys), m_first_value);
+    } else {
+      m_values = {m_tiles.values, m_tiles.ldv};
+      const Visibility visible = m_visible;
+      const auto seen = [=](int r) { return visible(keys.begin + r); };
+      const Rows<A> v = fetch(m_args.v, m_kv_head, key_begin(keys), keys.rows, m_first_value, m_dv, seen);
+      A* values = m_tiles.values;
+      const int ld = m_tiles.ldv;
+      with_stride<Team>(v.element, [&](auto element) {
+        for_each_in_counted_rows(
+            m_team, keys.rows, m_dv, seen,
+            [=](int r) {
+              const A* x = v.data + r * v.row;
+              A* to = values + r * ld;
+              return [=](int j) { to[j] = x[j * element]; };
+            },
+            [=](int r) { return [=](int j) { values[r * ld + j] = A(0); }; });
+      });
+    }
     m_team.barrier();
-    if (m_transposed) {
-      transpose(m_team, keys.rows, m_args.dv, m_tiles.values, m_tiles.ldv, m_tiles.values_t, m_tiles.ldc);
+    if (transposed_too) {
+      transpose(m_team, keys.rows, m_dv, m_values.data, m_values.ld, m_tiles.values_t, m_tiles.ldc);
       m_team.barrier();
     }
   }
@@ -705,14 +823,12 @@ class Walker {
   /// S += K^T V, z += sum of K.
   KOKKOS_FUNCTION void absorb_loaded_keys(Chunk keys) {
     if (m_transposed)
-      multiply(m_team, m_args.dv, m_args.features,
-               Product<A>{{m_tiles.values, 1, m_tiles.ldv}, m_tiles.keys, m_tiles.ldr, keys.rows},
-               state_target());
+      multiply(m_team, m_dv, m_features,
+               Product<A>{{m_values.data, 1, m_values.ld}, m_keys.data, m_keys.ld, keys.rows}, state_target());
     else
-      multiply(m_team, m_args.features, m_args.dv,
-               Product<A>{{m_tiles.keys, 1, m_tiles.ldr}, m_tiles.values, m_tiles.ldv, keys.rows},
-               state_target());
-    add_rows_to_sums(m_tiles.keys, keys.rows, [](int) { return A(1); });
+      multiply(m_team, m_features, m_dv,
+               Product<A>{{m_keys.data, 1, m_keys.ld}, m_values.data, m_values.ld, keys.rows}, state_target());
+    if (m_args.normalise || m_args.last.present) add_rows_to_sums(m_keys, keys.rows, [](int) { return A(1); });
     m_team.barrier();
   }
 
@@ -730,54 +846,64 @@ class Walker {
   /// shifts are those of all keys.
   LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void load_queries(Chunk rows, std::int64_t g, const int* running) {
     const std::int64_t head = query_head(g);
-    const auto map = bind_map<A>(m_args.query_map, head);
     const int first = first_row(rows);
-    const T* q = m_args.q.row(m_sequence.batch, head, query_begin(rows) + first);
-    const int ld = m_tiles.ldr;
-    const int* shift = m_tiles.shift;
-    int* row_shift = m_tiles.row_shift;
-    A* queries = m_tiles.queries;
+    const int count = rows.rows - first;
     m_team.barrier();
+    m_queries = {m_tiles.queries, m_tiles.ldr};
+    if constexpr (IdentityFeatureMap<QueryMap>) {
+      if (first == 0 && in_place(m_args.q, rows.rows, m_features)) {
+        m_queries = rows_of(m_args.q, head, query_begin(rows), m_first_feature);
+        return;
+      }
+    }
+    const auto map = bind_map<A>(m_args.query_map, head);
+    const auto all = [](int) { return true; };
+    const int ld = m_tiles.ldr;
+    A* queries = m_tiles.queries;
+    for_each_in_rows(m_team, first, m_features,
+                     [=](int r) { return [=](int d) { queries[r * ld + d] = A(0); }; });
     if constexpr (scaled) {
-      with_stride<Team>(m_args.q.element_stride, [&](auto element) {
-        const int count = m_args.features;
-        const std::int64_t row = m_args.q.row_stride;
-        for_each(m_team, rows.rows - first, [=](int r) {
-          const int* seen = running ? running + (first + r) * ld : shift;
-          const T* x = q + r * row;
+      // the scale of a row is that of all its features, whatever the window
+      Rows<A> q = fetch(m_args.q, head, query_begin(rows) + first, count, 0, m_args.d, all);
+      const int* shift = m_tiles.shift;
+      int* row_shift = m_tiles.row_shift;
+      const int ld_shift = m_tiles.ld_shift;
+      with_stride<Team>(q.element, [&](auto element) {
+        const int features = m_args.features;
+        for_each(m_team, count, [=](int r) {
+          const int* seen = running ? running + (first + r) * ld_shift : shift;
+          const A* x = q.data + r * q.row;
           int largest = 2 * no_shift;
-          for (int d = 0; d < count; ++d) {
-            const int e = map.exponent(static_cast<A>(x[d * element])) + seen[d];
+          for (int d = 0; d < features; ++d) {
+            const int e = map.exponent(x[d * element]) + seen[d];
             largest = e > largest ? e : largest;
           }
           row_shift[first + r] = largest;
         });
       });
       m_team.barrier();
+      q.data += m_first_feature * q.element;
+      const int* window = shift + m_first_feature;
+      this->template features<QueryMap>(
+          map, q, count, queries + first * ld,
+          [=](int r) {
+            const int scale = row_shift[first + r];
+            return [=](int d) { return scale - window[d]; };
+          },
+          [=](int r) { return row_shift[first + r] > no_shift / 2; });  // it sees a key
     } else {
       (void)running;
+      features<QueryMap>(map, fetch_features<QueryMap>(m_args.q, head, query_begin(rows) + first, count, all),
+                         count, queries + first * ld, [](int) { return [](int) { return 0; }; }, all);
     }
-    for_each_in_rows(m_team, first, m_args.features,
-                     [=](int r) { return [=](int d) { queries[r * ld + d] = A(0); }; });
-    features<QueryMap>(
-        map, q, m_args.q, rows.rows - first, queries + first * ld,
-        [=](int r) {
-          const int scale = scaled ? row_shift[first + r] : 0;
-          return [=](int d) { return scale - shift[d]; };
-        },
-        [=](int r) {
-          if constexpr (scaled) return row_shift[first + r] > no_shift / 2;  // it sees a key
-          (void)r;
-          return true;
-        });
     m_team.barrier();
   }
 
   /// P = Q K^T on and below the diagonal, zero above it and in rows without a query.
   KOKKOS_FUNCTION void causal_weights(Chunk piece) {
     multiply(m_team, piece.rows, piece.rows,
-             Product<A>{{m_tiles.queries, m_tiles.ldr, 1}, m_tiles.keys_t, m_tiles.ldc, m_args.features},
-             Target<A>{m_tiles.weights, m_tiles.ldc, Store::overwrite, nullptr, true});
+             Product<A>{{m_queries.data, m_queries.ld, 1}, m_tiles.keys_t, m_tiles.ldc, m_features},
+             Target<A>{.c = m_tiles.weights, .ldc = m_tiles.ldc, .lower_only = true});
     m_team.barrier();
     keep_lower(piece, m_tiles.weights, [](int) { return A(0); });
   }
@@ -796,19 +922,6 @@ class Walker {
     m_team.barrier();
   }
 
-  /// N = Q S (+ P V of the chunk).
-  KOKKOS_FUNCTION void numerators(Chunk rows, bool with_chunk) {
-    const Product<A> outside{{m_tiles.queries, m_tiles.ldr, 1}, m_tiles.state, m_tiles.ldv, m_args.features};
-    const Target<A> target{m_tiles.out, m_tiles.ldv};
-    if (with_chunk)
-      multiply(m_team, rows.rows, m_args.dv, outside,
-               Product<A>{{m_tiles.weights, m_tiles.ldc, 1}, m_tiles.values, m_tiles.ldv, rows.rows, Band::lower},
-               target);
-    else
-      multiply(m_team, rows.rows, m_args.dv, outside, target);
-    m_team.barrier();
-  }
-
   /// 2^row_shift, which undoes the scaling of a row where no division does.
   KOKKOS_FUNCTION A unscale(A x, int row) const {
     if constexpr (scaled) {
@@ -821,114 +934,158 @@ class Walker {
       return x;
     }
   }
+  /// Whether rows of a plain sum are what the products give.
+  KOKKOS_FUNCTION bool unit_scale() const { return !m_args.normalise && !scaled && m_args.scale == A(1); }
 
   /// An overflowed denominator must not pass as a row of zeros.
   KOKKOS_FUNCTION static A divisor(A s) { return s - s == A(0) ? s : s - s; }
 
-  /// x / s, or x times the scale without normalisation; 1 / s could overflow where x / s does not.
-  struct RowScale {
-    A factor, divisor;
-    KOKKOS_FUNCTION RowScale(bool normalise, A row_scale)
-        : factor(normalise ? A(1) : row_scale), divisor(normalise ? row_scale : A(1)) {}
-    KOKKOS_FORCEINLINE_FUNCTION A operator()(A x) const { return x * factor / divisor; }
-  };
-
-  LINATTN_OUTLINE KOKKOS_FUNCTION void write_output(Chunk rows, std::int64_t g, bool with_chunk) {
+  /// o = n / s with n = Q S (+ P V of the chunk), s = Q z (+ sums of rows of P), to the caller.
+  LINATTN_OUTLINE KOKKOS_FUNCTION void answer(Chunk rows, std::int64_t g, bool with_chunk) {
     const std::int64_t head = query_head(g);
     const std::int64_t begin = query_begin(rows);
     const int first = first_row(rows);
+    A* row_scale = m_tiles.row_scale;
+    bool direct = first == 0 && in_place(m_args.o, rows.rows, m_dv);
     if (m_args.normalise) {
+      RowSums<A> sums{m_queries.data, m_queries.ld, m_tiles.sums, 0, padded_columns<A>(m_features)};
+      if (with_chunk) {
+        sums.more = m_tiles.weights;
+        sums.ld_more = sums.more_n = m_tiles.ldc;
+      }
+      sum_rows(m_team, rows.rows, sums, row_scale);
+      m_team.barrier();
       for_each(m_team, rows.rows - first, [&](int r) {
-        const int i = first + r;
-        A s = row_dot(m_team, m_tiles.queries + i * m_tiles.ldr, m_tiles.sums, m_tiles.ldr);
-        if (with_chunk) s += row_sum(m_team, m_tiles.weights + i * m_tiles.ldc, m_tiles.ldc);
-        if (m_args.denominator) *m_args.denominator.row(m_sequence.batch, head, begin + i) = s;
-        m_tiles.row_scale[i] = divisor(s);
+        const A s = row_scale[first + r];
+        if (m_args.denominator && m_first_value == 0)
+          *m_args.denominator.row(m_sequence.batch, head, begin + first + r) = s;
+        row_scale[first + r] = divisor(s);
+        direct = direct && s != A(0);
       });
     } else {
+      direct = direct && unit_scale();
       for_each(m_team, rows.rows - first,
-               [&](int r) { m_tiles.row_scale[first + r] = unscale(m_args.scale, first + r); });
+               [&](int r) { row_scale[first + r] = unscale(m_args.scale, first + r); });
     }
     m_team.barrier();
-    T* o = m_args.o.row(m_sequence.batch, head, begin + first);
-    const std::int64_t row = m_args.o.row_stride;
-    const bool normalise = m_args.normalise;
+    ProductSum<A> sum;
+    sum.add({{m_queries.data, m_queries.ld, 1}, m_tiles.state, m_tiles.ldv, m_features});
+    if (with_chunk)
+      sum.add({{m_tiles.weights, m_tiles.ldc, 1}, m_values.data, m_values.ld, rows.rows, Band::lower});
+    Target<A> target{.c = m_tiles.out, .ldc = m_tiles.ldv};
+    if (direct) {
+      target.c = m_args.o.template row<A>(m_sequence.batch, head, begin) + m_first_value;
+      target.ldc = m_args.o.row_stride;
+      if (m_args.normalise) target.divisor = row_scale;
+    }
+    multiply(m_team, rows.rows, m_dv, sum, target);
+    m_team.barrier();
+    if (direct) return;
+    A* out = m_tiles.out;
     const int ld = m_tiles.ldv;
-    const A* out = m_tiles.out;
-    const A* row_scale = m_tiles.row_scale;
-    with_stride<Team>(m_args.o.element_stride, [&](auto element) {
-      for_each_in_counted_rows(
-          m_team, rows.rows - first, m_args.dv,
-          [=](int r) { return !(normalise && row_scale[first + r] == A(0)); },
-          [=](int r) {
-            const RowScale scale(normalise, row_scale[first + r]);
-            const A* from = out + (first + r) * ld;
-            T* to = o + r * row;
-            return [=](int j) { to[j * element] = static_cast<T>(scale(from[j])); };
-          },
-          [=](int r) { return [=](int j) { o[r * row + j * element] = T(0); }; });
+    const bool normalise = m_args.normalise;
+    for_each_in_rows(m_team, rows.rows, m_dv, [=](int i) {
+      A* row = out + i * ld;
+      const A factor = normalise ? A(1) : row_scale[i], divisor = normalise ? row_scale[i] : A(1);
+      return [=](int j) { row[j] = row[j] * factor / divisor; };
     });
     m_team.barrier();
+    put(out + first * ld, ld, m_args.o, head, begin + first, rows.rows - first, m_first_value, m_dv,
+        [=](int r) { return !(normalise && row_scale[first + r] == A(0)); });
   }
 
   // ---- backward -------------------------------------------------------------------------------
+
+  /// Whether the gradients of the features of keys are wanted, and so E.
+  KOKKOS_FUNCTION bool wants_key_features() const {
+    return m_args.wants_keys && (m_args.d_k || m_args.key_parameter_parts);
+  }
+  /// Whether e is.
+  KOKKOS_FUNCTION bool wants_row_terms() const {
+    return m_args.normalise && (m_walk == Walk::query_gradient || m_args.wants_keys);
+  }
+
+  /// x / s without a division for each element: 1 / s may overflow where x / s does not, so it comes in
+  /// two factors, of which the second is a power of two.
+  struct Quotient {
+    A first, second;
+    KOKKOS_FUNCTION explicit Quotient(A s) {
+      const A size = s < A(0) ? -s : s;
+      const int shift = size < power_of_two<A>(-100) ? 64 : size > power_of_two<A>(100) ? -64 : 0;
+      first = A(1) / (s * power_of_two<A>(shift));
+      second = power_of_two<A>(shift);
+    }
+    KOKKOS_FUNCTION Quotient(A factor, A more) : first(factor), second(more) {}
+    KOKKOS_FORCEINLINE_FUNCTION A operator()(A x) const { return x * first * second; }
+  };
 
   /// G and e of a chunk; rows without a query are zero.
   LINATTN_OUTLINE KOKKOS_FUNCTION void load_cotangents(Chunk rows, std::int64_t g) {
     const std::int64_t head = query_head(g);
     const std::int64_t begin = query_begin(rows);
     const int first = first_row(rows);
-    const int ld = m_tiles.ldv;
+    const int count = rows.rows - first;
+    const bool normalise = m_args.normalise;
+    if (unit_scale() && first == 0 && in_place(m_args.d_o, rows.rows, m_dv)) {
+      m_cotangents = rows_of(m_args.d_o, head, begin, m_first_value);
+      return;  // the terms of rows are zero and stay so
+    }
+    m_cotangents = {m_tiles.cotangents, m_tiles.ldv};
+    A* row_scale = m_tiles.row_scale;
+    A* row_terms = m_tiles.row_terms;
     for_each(m_team, rows.rows, [&](int i) {
-      A row_scale = A(0);
+      A scale = A(0);
       if (i >= first)
-        row_scale = m_args.normalise
-                        ? divisor(*m_args.denominator.row(m_sequence.batch, head, begin + i))
-                        : unscale(m_args.scale, i);
-      m_tiles.row_scale[i] = row_scale;
-      m_tiles.row_terms[i] = A(0);
+        scale = normalise ? divisor(*m_args.denominator.row(m_sequence.batch, head, begin + i))
+                          : unscale(m_args.scale, i);
+      row_scale[i] = scale;
+      row_terms[i] = A(0);
     });
     m_team.barrier();
-    const T* d_o = m_args.d_o.row(m_sequence.batch, head, begin + first);
-    const std::int64_t row = m_args.d_o.row_stride;
-    const bool normalise = m_args.normalise;
+    const auto counts = [=](int i) { return i >= first && !(normalise && row_scale[i] == A(0)); };
     A* cotangents = m_tiles.cotangents;
-    const A* row_scale = m_tiles.row_scale;
-    with_stride<Team>(m_args.d_o.element_stride, [&](auto element) {
+    const int ld = m_tiles.ldv;
+    const Rows<A> d_o = fetch(m_args.d_o, head, begin + first, count, m_first_value, m_dv,
+                              [=](int r) { return counts(first + r); });
+    with_stride<Team>(d_o.element, [&](auto element) {
       for_each_in_counted_rows(
-          m_team, rows.rows, m_args.dv,
-          [=](int i) { return i >= first && !(normalise && row_scale[i] == A(0)); },
+          m_team, rows.rows, m_dv, counts,
           [=](int i) {
-            const RowScale scale(normalise, row_scale[i]);
-            const T* from = d_o + (i - first) * row;
+            const Quotient scale = normalise ? Quotient(row_scale[i]) : Quotient(row_scale[i], A(1));
+            const A* from = d_o.data + (i - first) * d_o.row;
             A* to = cotangents + i * ld;
-            return [=](int j) { to[j] = scale(static_cast<A>(from[j * element])); };
+            return [=](int j) { to[j] = scale(from[j * element]); };
           },
           [=](int i) { return [=](int j) { cotangents[i * ld + j] = A(0); }; });
     });
     m_team.barrier();
-    if (m_args.normalise) {
-      with_stride<Team>(m_args.o.element_stride, [&](auto element) {
-        for_each(m_team, rows.rows - first, [&](int r) {
-          const T* o = m_args.o.row(m_sequence.batch, head, begin + first + r);
-          if (m_tiles.row_scale[first + r] != A(0))
-            m_tiles.row_terms[first + r] =
-                -strided_dot(m_tiles.cotangents + (first + r) * ld, o, element, m_args.dv);
+    if (!wants_row_terms()) return;
+    const Rows<A> o = fetch(m_args.o, head, begin + first, count, m_first_value, m_dv,
+                            [=](int r) { return counts(first + r); });
+    if (Team::on_host && first == 0 && in_place(m_args.o, rows.rows, m_dv)) {
+      sum_rows(m_team, rows.rows, RowSums<A>{cotangents, ld, o.data, o.row, m_dv}, row_terms);
+      for_each(m_team, count, [&](int r) { row_terms[r] = row_scale[r] == A(0) ? A(0) : -row_terms[r]; });
+    } else {
+      with_stride<Team>(o.element, [&](auto element) {
+        for_each(m_team, count, [&](int r) {
+          if (row_scale[first + r] != A(0))
+            row_terms[first + r] =
+                -strided_dot(cotangents + (first + r) * ld, o.data + r * o.row, element, m_dv);
         });
       });
-      m_team.barrier();
     }
+    m_team.barrier();
   }
 
   template <class Stride>
-  KOKKOS_FUNCTION static A strided_dot(const A* a, const T* b, Stride stride, int n) {
+  KOKKOS_FUNCTION static A strided_dot(const A* a, const A* b, Stride stride, int n) {
     constexpr int parts = 16;
     A part[parts] = {};
     int i = 0;
     for (; i + parts <= n; i += parts)
-      for (int p = 0; p < parts; ++p) part[p] += a[i + p] * static_cast<A>(b[(i + p) * stride]);
+      for (int p = 0; p < parts; ++p) part[p] += a[i + p] * b[(i + p) * stride];
     A total = A(0);
-    for (; i < n; ++i) total += a[i] * static_cast<A>(b[i * stride]);
+    for (; i < n; ++i) total += a[i] * b[i * stride];
     for (int p = 0; p < parts; ++p) total += part[p];
     return total;
   }
@@ -936,61 +1093,49 @@ class Walker {
   /// E = G V^T + e on and below the diagonal, zero above it and in rows without a query.
   KOKKOS_FUNCTION void causal_weight_cotangents(Chunk piece) {
     multiply(m_team, piece.rows, piece.rows,
-             Product<A>{{m_tiles.cotangents, m_tiles.ldv, 1}, m_tiles.values_t, m_tiles.ldc, m_args.dv},
-             Target<A>{m_tiles.weight_cotangents, m_tiles.ldc, Store::overwrite, nullptr, true});
+             Product<A>{{m_cotangents.data, m_cotangents.ld, 1}, m_tiles.values_t, m_tiles.ldc, m_dv},
+             Target<A>{.c = m_tiles.weight_cotangents, .ldc = m_tiles.ldc, .lower_only = true});
     m_team.barrier();
     const A* row_terms = m_tiles.row_terms;
     keep_lower(piece, m_tiles.weight_cotangents, [=](int i) { return row_terms[i]; });
   }
 
-  /// dQ = G S^T + e z^T (+ E K of the chunk).
-  KOKKOS_FUNCTION void query_gradients(Chunk rows, bool with_chunk) {
-    const int ld = m_tiles.ldr;
-    const Product<A> outside{{m_tiles.cotangents, m_tiles.ldv, 1}, m_tiles.state, ld, m_args.dv};
-    const Target<A> target{m_tiles.out, ld};
-    if (with_chunk)
-      multiply(m_team, rows.rows, m_args.features, outside,
-               Product<A>{{m_tiles.weight_cotangents, m_tiles.ldc, 1}, m_tiles.keys, ld, rows.rows, Band::lower},
-               target);
-    else
-      multiply(m_team, rows.rows, m_args.features, outside, target);
-    m_team.barrier();
-    if (m_args.normalise) add_outer(rows.rows, m_tiles.row_terms);
-  }
-
-  /// out(i, :) += weight[i] * z, or z itself without weights.
-  LINATTN_OUTLINE KOKKOS_FUNCTION void add_outer(int rows, const A* weight) {
-    const int ld = m_tiles.ldr;
-    A* out = m_tiles.out;
-    const A* sums = m_tiles.sums;
-    for_each_in_rows(m_team, rows, m_args.features, [=](int i) {
-      const A w = weight ? weight[i] : A(1);
-      A* to = out + i * ld;
-      return [=](int d) { to[d] += w * sums[d]; };
-    });
-    m_team.barrier();
-  }
-
-  KOKKOS_FUNCTION void write_query_gradients(Chunk rows, std::int64_t g) {
+  /// dQ = G S^T + e z^T (+ E K of the chunk), and dq to the caller.
+  KOKKOS_FUNCTION void query_gradients(Chunk rows, std::int64_t g, bool with_chunk) {
     const std::int64_t head = query_head(g);
-    const std::int64_t begin = query_begin(rows);
     const int first = first_row(rows);
-    const auto map = bind_map<A>(m_args.query_map, head);
+    const std::int64_t begin = query_begin(rows) + first;
+    ProductSum<A> sum;
+    sum.add({{m_cotangents.data, m_cotangents.ld, 1}, m_tiles.state, m_tiles.ldr, m_dv});
+    if (with_chunk)
+      sum.add({{m_tiles.weight_cotangents, m_tiles.ldc, 1}, m_keys.data, m_keys.ld, rows.rows, Band::lower});
+    if (m_args.normalise) sum.add({{m_tiles.row_terms, 1, 0}, m_tiles.sums, 0, 1});
+    Target<A> target{.c = m_tiles.out, .ldc = m_tiles.ldr};
+    bool direct = false;
+    if constexpr (IdentityFeatureMap<QueryMap>) {
+      direct = m_args.d_q && first == 0 && in_place(m_args.d_q, rows.rows, m_features);
+      if (direct) {
+        target.c = m_args.d_q.template row<A>(m_sequence.batch, head, begin) + m_first_feature;
+        target.ldc = m_args.d_q.row_stride;
+      }
+    }
+    multiply(m_team, rows.rows, m_features, sum, target);
+    m_team.barrier();
+    if (direct) return;
     pull_back<QueryMap>(
-        map, m_args.q.row(m_sequence.batch, head, begin + first), m_args.q, rows.rows - first,
-        m_tiles.queries + first * m_tiles.ldr, m_tiles.out + first * m_tiles.ldr,
-        m_args.d_q ? m_args.d_q.row(m_sequence.batch, head, begin + first) : nullptr, m_args.d_q,
+        bind_map<A>(m_args.query_map, head), m_args.q, head, begin, rows.rows - first,
+        {m_queries.data + first * m_queries.ld, m_queries.ld}, m_tiles.out + first * m_tiles.ldr, m_args.d_q,
         m_args.query_parameter_parts ? m_args.query_parameter_parts + m_task * m_args.group + g : nullptr,
         [](int) { return true; });
   }
 
   /// R += Q^T G, y += Q^T e (R is kept transposed).
   KOKKOS_FUNCTION void absorb_loaded_queries(Chunk rows) {
-    multiply(m_team, m_args.dv, m_args.features,
-             Product<A>{{m_tiles.cotangents, 1, m_tiles.ldv}, m_tiles.queries, m_tiles.ldr, rows.rows},
+    multiply(m_team, m_dv, m_features,
+             Product<A>{{m_cotangents.data, 1, m_cotangents.ld}, m_queries.data, m_queries.ld, rows.rows},
              state_target());
     const A* row_terms = m_tiles.row_terms;
-    if (m_args.normalise) add_rows_to_sums(m_tiles.queries, rows.rows, [=](int i) { return row_terms[i]; });
+    if (wants_row_terms()) add_rows_to_sums(m_queries, rows.rows, [=](int i) { return row_terms[i]; });
     m_team.barrier();
   }
 
@@ -1007,108 +1152,114 @@ class Walker {
       absorb_queries_of_group(chunk(c, m_sequence.nq), nullptr);
   }
 
-  /// dK = V R^T + y, dV^T = R^T K^T: what the queries outside the chunk ask for; with the chunk also
-  /// the parts of add_chunk_key_gradients().
-  KOKKOS_FUNCTION void key_gradients(Chunk keys, bool with_chunk) {
-    const int ldr = m_tiles.ldr, ldc = m_tiles.ldc;
-    const Product<A> outside{{m_tiles.values, m_tiles.ldv, 1}, m_tiles.state, ldr, m_args.dv};
-    const Target<A> target{m_tiles.out, ldr};
-    if (with_chunk) {
-      multiply(m_team, keys.rows, m_args.features, outside, chunk_key_gradients(keys), target);
-      multiply(m_team, keys.rows, m_args.dv, chunk_value_gradients(keys),
-               Target<A>{m_tiles.value_gradients, m_tiles.ldv});
-    } else {
-      multiply(m_team, keys.rows, m_args.features, outside, target);
-      fill(m_tiles.value_gradients, keys.rows * m_tiles.ldv, A(0));
+  /// dK = V R^T + y and dV = K R, what later queries ask for and so to be had before those of the chunk
+  /// enter R; with_chunk adds E^T Q and P^T G for the loaded queries. `begins`: nothing is there yet.
+  KOKKOS_FUNCTION void key_gradients(Chunk keys, bool with_chunk, bool begins) {
+    if (begins) aim_key_gradients(keys);
+    if (wants_key_features()) {
+      ProductSum<A> sum;
+      if (begins) sum.add({{m_values.data, m_values.ld, 1}, m_tiles.state, m_tiles.ldr, m_dv});
+      if (with_chunk)
+        sum.add({{m_tiles.weight_cotangents, 1, m_tiles.ldc}, m_queries.data, m_queries.ld, keys.rows, Band::upper});
+      if (begins) sum.add({{m_tiles.one, 0, 0}, m_tiles.sums, 0, 1});
+      m_key_target.store = begins ? Store::overwrite : Store::add;
+      multiply(m_team, keys.rows, m_features, sum, m_key_target);
     }
-    multiply(m_team, m_args.dv, keys.rows,
-             Product<A>{{m_tiles.state, ldr, 1}, m_tiles.keys_t, ldc, m_args.features},
-             Target<A>{m_tiles.value_gradients_t, ldc});
+    if (m_args.wants_values) {
+      if (with_chunk) {
+        m_value_target.store = begins ? Store::overwrite : Store::add;
+        multiply(m_team, keys.rows, m_dv,
+                 Product<A>{{m_tiles.weights, 1, m_tiles.ldc}, m_cotangents.data, m_cotangents.ld, keys.rows,
+                            Band::upper},
+                 m_value_target);
+        m_team.barrier();
+      }
+      if (begins) {
+        Target<A> target = m_value_target;
+        target.store = with_chunk ? Store::add : Store::overwrite;
+        target.transposed = true;
+        multiply(m_team, m_dv, keys.rows,
+                 Product<A>{{m_tiles.state, m_tiles.ldr, 1}, m_tiles.keys_t, m_tiles.ldc, m_features}, target);
+      }
+    }
     m_team.barrier();
-    add_outer(keys.rows, nullptr);
   }
 
-  /// dK += E^T Q, dV += P^T G: what the queries of the chunk ask for.
-  KOKKOS_FUNCTION void add_chunk_key_gradients(Chunk piece) {
-    multiply(m_team, piece.rows, m_args.features, chunk_key_gradients(piece),
-             Target<A>{m_tiles.out, m_tiles.ldr, Store::add});
-    multiply(m_team, piece.rows, m_args.dv, chunk_value_gradients(piece),
-             Target<A>{m_tiles.value_gradients, m_tiles.ldv, Store::add});
-    m_team.barrier();
-  }
-  KOKKOS_FUNCTION Product<A> chunk_key_gradients(Chunk piece) const {
-    return {{m_tiles.weight_cotangents, 1, m_tiles.ldc}, m_tiles.queries, m_tiles.ldr, piece.rows, Band::upper};
-  }
-  KOKKOS_FUNCTION Product<A> chunk_value_gradients(Chunk piece) const {
-    return {{m_tiles.weights, 1, m_tiles.ldc}, m_tiles.cotangents, m_tiles.ldv, piece.rows, Band::upper};
+  /// Where the gradients of a chunk of keys gather: with the caller if they need no change there.
+  KOKKOS_FUNCTION void aim_key_gradients(Chunk keys) {
+    m_key_target = {.c = m_tiles.out, .ldc = m_tiles.ldr};
+    m_value_target = {.c = m_tiles.value_gradients, .ldc = m_tiles.ldv};
+    m_keys_direct = m_values_direct = false;
+    if (m_args.group > 1 || !all_visible(keys)) return;
+    if constexpr (IdentityFeatureMap<KeyMap>) {
+      if (m_args.d_k && in_place(m_args.d_k, keys.rows, m_features)) {
+        m_keys_direct = true;
+        m_key_target = {
+            .c = m_args.d_k.template row<A>(m_sequence.batch, m_kv_head, key_begin(keys)) + m_first_feature,
+            .ldc = m_args.d_k.row_stride};
+      }
+    }
+    if (m_args.d_v && in_place(m_args.d_v, keys.rows, m_dv)) {
+      m_values_direct = true;
+      m_value_target = {
+          .c = m_args.d_v.template row<A>(m_sequence.batch, m_kv_head, key_begin(keys)) + m_first_value,
+          .ldc = m_args.d_v.row_stride};
+    }
   }
 
   LINATTN_OUTLINE KOKKOS_FUNCTION void write_key_gradients(Chunk keys) {
-    const auto map = bind_map<A>(m_args.key_map, m_kv_head);
     const Visibility visible = m_visible;
-    const std::int64_t at = m_sequence.k_begin + keys.begin;
     const auto seen = [=](int r) { return visible(keys.begin + r); };
-    pull_back<KeyMap>(map, key_row(keys.begin), m_args.k, keys.rows, m_tiles.keys, m_tiles.out,
-                      m_args.d_k ? m_args.d_k.row(m_sequence.batch, m_kv_head, at) : nullptr, m_args.d_k,
-                      m_args.key_parameter_parts ? m_args.key_parameter_parts + m_task : nullptr, seen);
-    if (m_args.d_v) {
-      // the values of the chunk are no longer needed: their tile takes the transposed part
-      transpose(m_team, m_args.dv, keys.rows, m_tiles.value_gradients_t, m_tiles.ldc, m_tiles.values,
-                m_tiles.ldv);
-      m_team.barrier();
-      T* d_v = m_args.d_v.row(m_sequence.batch, m_kv_head, at);
-      const std::int64_t row = m_args.d_v.row_stride;
-      const int ld = m_tiles.ldv;
-      const A* outside = m_tiles.values;
-      const A* inside = m_tiles.value_gradients;
-      with_stride<Team>(m_args.d_v.element_stride, [&](auto element) {
-        for_each_in_counted_rows(
-            m_team, keys.rows, m_args.dv, seen,
-            [=](int j) {
-              const A* one = outside + j * ld;
-              const A* two = inside + j * ld;
-              T* to = d_v + j * row;
-              return [=](int v) { to[v * element] = static_cast<T>(one[v] + two[v]); };
-            },
-            [=](int j) { return [=](int v) { d_v[j * row + v * element] = T(0); }; });
-      });
-    }
+    if (wants_key_features() && !m_keys_direct)
+      pull_back<KeyMap>(bind_map<A>(m_args.key_map, m_kv_head), m_args.k, m_kv_head, key_begin(keys), keys.rows,
+                        m_keys, m_tiles.out, m_args.d_k,
+                        m_args.key_parameter_parts ? m_args.key_parameter_parts + m_task : nullptr, seen);
+    if (m_args.wants_values && m_args.d_v && !m_values_direct)
+      put(m_tiles.value_gradients, m_tiles.ldv, m_args.d_v, m_kv_head, key_begin(keys), keys.rows, m_first_value,
+          m_dv, seen);
     m_team.barrier();
   }
 
   // ---- feature maps on tiles ------------------------------------------------------------------
 
+  /// The entries of rows that a map needs for the window: its own, or all of them.
+  template <class Map, class Visible>
+  KOKKOS_FUNCTION Rows<A> fetch_features(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin, int rows,
+                                         const Visible& visible) {
+    if constexpr (RowFeatureMap<Map>)
+      return fetch(t, head, begin, rows, 0, m_args.d, visible);
+    else
+      return fetch(t, head, begin, rows, m_first_feature, m_features, visible);
+  }
+
   /// f = phi(x) for `count` rows, zero where not visible(row); shift(row)(feature) matters to
   /// scaled maps only. Rows that are not visible are not read.
   template <class Map, class Bound, class Shift, class Visible>
-  LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void features(const Bound& map, const T* x, const RowTensor<const T>& layout, int count,
-                                A* f, const Shift& shift, const Visible& visible) {
+  LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void features(const Bound& map, const Rows<A>& x, int count, A* f,
+                                                                const Shift& shift, const Visible& visible) {
     const int ld = m_tiles.ldr;
-    const std::int64_t row = layout.row_stride;
     if constexpr (RowFeatureMap<Map>) {
-      static_assert(std::is_same_v<A, T>);
       const int size = m_args.d, rank = m_args.features;
-      const std::int64_t element = layout.element_stride;
       for_each(m_team, count, [=](int r) {
         const Row<A> to{f + r * ld, rank, 1};
         if (visible(r))
-          map.row_value(ConstRow<A>{x + r * row, size, element}, to);
+          map.row_value(ConstRow<A>{x.data + r * x.row, size, x.element}, to);
         else
           for (int d = 0; d < rank; ++d) to[d] = A(0);
       });
     } else {
-      with_stride<Team>(layout.element_stride, [&](auto element) {
+      with_stride<Team>(x.element, [&](auto element) {
         for_each_in_counted_rows(
-            m_team, count, m_args.d, visible,
+            m_team, count, m_features, visible,
             [=](int r) {
-              const T* from = x + r * row;
+              const A* from = x.data + r * x.row;
               A* to = f + r * ld;
               const auto shift_of = shift(r);
               return [=](int d) {
                 if constexpr (scaled)
-                  to[d] = map.value(static_cast<A>(from[d * element]), shift_of(d));
+                  to[d] = map.value(from[d * element], shift_of(d));
                 else
-                  to[d] = map.value(static_cast<A>(from[d * element]));
+                  to[d] = map.value(from[d * element]);
               };
             },
             [=](int r) { return [=](int d) { f[r * ld + d] = A(0); }; });
@@ -1116,59 +1267,43 @@ class Walker {
     }
   }
 
-  /// dx = J(x)^T df for `count` rows, to `d_x` unless it is null, zero where not visible(row); adds the
-  /// parameter's part to `part`.
+  /// dx = J(x)^T df for `count` rows of `t`, to `d_t` unless it is absent, zero where not visible(row); adds
+  /// the parameter's part to `part`. Overwrites df.
   template <class Map, class Bound, class Visible>
-  LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void pull_back(const Bound& map, const T* x, const RowTensor<const T>& layout, int count,
-                                 const A* f, const A* df, T* d_x, const RowTensor<T>& d_layout,
-                                 double* part, const Visible& visible) {
+  LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void pull_back(const Bound& map, const StoredTensor<A>& t,
+                                                                 std::int64_t head, std::int64_t begin, int count,
+                                                                 Factored f, A* df, const StoredTensor<A>& d_t,
+                                                                 double* part, const Visible& visible) {
+    const Rows<A> x = fetch_features<Map>(t, head, begin, count, visible);
     const int ld = m_tiles.ldr;
-    const std::int64_t row = layout.row_stride;
-    const std::int64_t d_row = d_layout.row_stride;
     if constexpr (RowFeatureMap<Map>) {
-      if (d_x) {
+      if (d_t) {
         const int size = m_args.d, rank = m_args.features;
-        const std::int64_t element = layout.element_stride, d_element = d_layout.element_stride;
+        const bool native = d_t.storage == Storage::native;
+        A* to = native ? d_t.template row<A>(m_sequence.batch, head, begin)
+                       : m_tiles.staging + padded_rows(m_args.plan.chunk) * m_tiles.ld_staging;
+        const std::int64_t row = native ? d_t.row_stride : m_tiles.ld_staging;
+        const std::int64_t element = native ? d_t.element_stride : 1;
         for_each(m_team, count, [=](int r) {
-          const Row<A> to{d_x + r * d_row, size, d_element};
+          const Row<A> dx{to + r * row, size, element};
           if (visible(r))
-            map.row_pullback(ConstRow<A>{x + r * row, size, element}, ConstRow<A>{f + r * ld, rank, 1},
-                             ConstRow<A>{df + r * ld, rank, 1}, to);
+            map.row_pullback(ConstRow<A>{x.data + r * x.row, size, x.element},
+                             ConstRow<A>{f.data + r * f.ld, rank, 1}, ConstRow<A>{df + r * ld, rank, 1}, dx);
           else
-            for (int d = 0; d < size; ++d) to[d] = A(0);
+            for (int d = 0; d < size; ++d) dx[d] = A(0);
         });
+        m_team.barrier();
+        if (!native) put(to, row, d_t, head, begin, count, 0, size, visible);
       }
     } else {
-      if (d_x) {
-        const auto write = [&](auto element, auto d_element) {
-          for_each_in_counted_rows(
-              m_team, count, m_args.d, visible,
-              [=](int r) {
-                const T* from = x + r * row;
-                const A* f_row = f + r * ld;
-                const A* df_row = df + r * ld;
-                T* to = d_x + r * d_row;
-                return [=](int d) {
-                  to[d * d_element] = static_cast<T>(
-                      map.derivative(static_cast<A>(from[d * element]), f_row[d]) * df_row[d]);
-                };
-              },
-              [=](int r) { return [=](int d) { d_x[r * d_row + d * d_element] = T(0); }; });
-        };
-        if (Team::on_host && layout.element_stride == 1 && d_layout.element_stride == 1)
-          write(Constant<1>{}, Constant<1>{});
-        else
-          write(layout.element_stride, d_layout.element_stride);
-      }
       if constexpr (ParameterizedFeatureMap<Map>) {
         if (part) {
-          const std::int64_t element = layout.element_stride;
           for_each(m_team, count, [&](int r) {
             constexpr int parts = 8;
             A term[parts] = {};
-            for (int d = 0; visible(r) && d < m_args.d; ++d)
+            for (int d = 0; visible(r) && d < m_features; ++d)
               term[d % parts] +=
-                  map.parameter_derivative(static_cast<A>(x[r * row + d * element]), f[r * ld + d]) *
+                  map.parameter_derivative(x.data[r * x.row + d * x.element], f.data[r * f.ld + d]) *
                   df[r * ld + d];
             double total = 0;
             for (int p = 0; p < parts; ++p) total += term[p];
@@ -1181,6 +1316,26 @@ class Walker {
             *part += total;
           }
         }
+      }
+      if (d_t) {
+        // rows side by side are written at once; everything else goes through the tile
+        const bool direct = Team::on_host && d_t.storage == Storage::native && d_t.element_stride == 1;
+        A* to = direct ? d_t.template row<A>(m_sequence.batch, head, begin) + m_first_feature : df;
+        const std::int64_t row = direct ? d_t.row_stride : ld;
+        with_stride<Team>(x.element, [&](auto element) {
+          for_each_in_counted_rows(
+              m_team, count, m_features, visible,
+              [=](int r) {
+                const A* from = x.data + r * x.row;
+                const A* f_row = f.data + r * f.ld;
+                const A* df_row = df + r * ld;
+                A* here = to + r * row;
+                return [=](int d) { here[d] = map.derivative(from[d * element], f_row[d]) * df_row[d]; };
+              },
+              [=](int r) { return [=](int d) { to[r * row + d] = A(0); }; });
+        });
+        m_team.barrier();
+        if (!direct) put(df, ld, d_t, head, begin, count, m_first_feature, m_features, visible);
       }
     }
     m_team.barrier();
@@ -1196,10 +1351,15 @@ class Walker {
   const Args& m_args;
   const Tiles<A>& m_tiles;
   bool m_transposed;
+  Walk m_walk{};
   std::int64_t m_task = 0, m_segment = 0, m_unit = 0, m_member = 0, m_kv_head = 0;
+  int m_tile = 0, m_first_feature = 0, m_features = 0, m_first_value = 0, m_dv = 0;
   Sequence m_sequence{};
   Visibility m_visible{};
   std::int64_t m_loaded_interval = -1;
+  Factored m_keys{}, m_values{}, m_queries{}, m_cotangents{};  // of the chunk at hand
+  Target<A> m_key_target{}, m_value_target{};
+  bool m_keys_direct = false, m_values_direct = false;
 };
 
 }  // namespace LinAttn::detail
