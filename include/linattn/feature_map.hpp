@@ -153,24 +153,27 @@ struct QuadraticMap {
 
 namespace detail {
 
+/// 2^e for e from the exponent of 0 (which gives 0) to that of the largest number.
+template <class T>
+KOKKOS_FORCEINLINE_FUNCTION T power_of_two_in_range(int e) {
+  T result;
+  if constexpr (sizeof(T) == 4) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(e + 127) << 23;
+    std::memcpy(&result, &bits, sizeof result);
+  } else {
+    const std::uint64_t bits = static_cast<std::uint64_t>(e + 1023) << 52;
+    std::memcpy(&result, &bits, sizeof result);
+  }
+  return result;
+}
+
 /// 2^e exactly; 0 below the smallest normal number and infinity above the largest.
 template <class T>
 KOKKOS_FORCEINLINE_FUNCTION T power_of_two(int e) {
-  if constexpr (sizeof(T) == 4) {
-    e = e < -127 ? -127 : e;
-    e = e > 128 ? 128 : e;
-    const std::uint32_t bits = static_cast<std::uint32_t>(e + 127) << 23;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-  } else {
-    e = e < -1023 ? -1023 : e;
-    e = e > 1024 ? 1024 : e;
-    const std::uint64_t bits = static_cast<std::uint64_t>(e + 1023) << 52;
-    double result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-  }
+  constexpr int bias = sizeof(T) == 4 ? 127 : 1023;
+  e = e < -bias ? -bias : e;
+  e = e > bias + 1 ? bias + 1 : e;
+  return power_of_two_in_range<T>(e);
 }
 
 /// 2^f for |f| <= 1/2 and a little beyond, by its Taylor polynomial (ln 2)^k / k!; the error of the
@@ -216,28 +219,40 @@ struct BoundExponential {
   T rate;      // derivative of the logarithm
   T high;      // rate / ln 2, rounded to T ...
   T low;       // ... and what the rounding left
+  T largest;   // |x| at which the logarithm saturates
   /// Logarithms to base 2 saturate at this size, where T resolves less than 1/16 of them.
   static constexpr T limit = T(1 << 20);
 
   KOKKOS_FORCEINLINE_FUNCTION T nearest(T x) const {
-    T y = x * high;
-    y = y > -limit ? y : -limit;  // also for a NaN
-    y = y < limit ? y : limit;
-    return round_to_integer(y);
+    x = x > -largest ? x : -largest;  // also for a NaN
+    x = x < largest ? x : largest;
+    return round_to_integer(x * high);
   }
   KOKKOS_FORCEINLINE_FUNCTION int exponent(T x) const { return static_cast<int>(nearest(x)); }
   KOKKOS_FORCEINLINE_FUNCTION T value(T x, int shift) const {
     const T n = nearest(x);
-    const T rest = fused_multiply_add(x, high, -n);
-    // saturated logarithms need no correction, and an infinite one must not meet its opposite
-    T f = n > -limit && n < limit ? fused_multiply_add(x, low, rest) : rest;
-    f = f < T(-1) ? T(-1) : f;  // saturated; a NaN passes
-    f = f > T(1) ? T(1) : f;
+    x = -largest > x ? -largest : x;  // a NaN passes
+    x = largest < x ? largest : x;
+    const T f = fused_multiply_add(x, low, fused_multiply_add(x, high, -n));
     return exp2_fraction(f) * power_of_two<T>(static_cast<int>(n) - shift);
   }
   KOKKOS_FORCEINLINE_FUNCTION T derivative(T, T f) const { return rate * f; }
   KOKKOS_FORCEINLINE_FUNCTION T parameter_derivative(T x, T f) const { return x * f; }
 };
+
+/// exp(x) for x <= 0 and not a NaN; 0 where it is below the smallest normal number.
+template <class T>
+KOKKOS_FORCEINLINE_FUNCTION T exp_of_negative(T x) {
+  constexpr double log2_e = 1.4426950408889634;
+  constexpr int bias = sizeof(T) == 4 ? 127 : 1023;
+  constexpr T high = T(log2_e);
+  constexpr T low = T(sizeof(T) == 4 ? log2_e - double(T(log2_e)) : 2.0355273740931033e-17);
+  constexpr T least = T(-bias / log2_e);  // its power of two has an exponent of zero bits, which is 0
+  x = x > least ? x : least;
+  const T n = round_to_integer(x * high);
+  const T f = fused_multiply_add(x, low, fused_multiply_add(x, high, -n));
+  return exp2_fraction(f) * power_of_two_in_range<T>(static_cast<int>(n));
+}
 
 }  // namespace detail
 
@@ -245,12 +260,8 @@ struct BoundExponential {
 struct EluPlusOneMap {
   template <class T>
   KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
-    constexpr double log2_e = 1.4426950408889634;
-    const detail::BoundExponential<T> exponential{
-        T(1), T(log2_e), T(sizeof(T) == 4 ? log2_e - double(T(log2_e)) : 2.0355273740931033e-17)};
-    const T above = x + T(1);
-    const T below = exponential.value(x < T(0) ? x : T(0), 0);  // both, so that loops vectorise
-    return x < T(0) ? below : above;
+    const T below = detail::exp_of_negative(x < T(0) ? x : T(0));  // both, so that loops vectorise
+    return x < T(0) ? below : x + T(1);
   }
   template <class T>
   KOKKOS_FORCEINLINE_FUNCTION T derivative(T x, T f) const {
@@ -276,7 +287,10 @@ struct ExponentialMap {
     const double rest = detail::fused_multiply_add(r, log2_e_high, -product) + r * log2_e_low;
     const T high = static_cast<T>(product);
     const T low = static_cast<T>((product - static_cast<double>(high)) + rest);
-    return {static_cast<T>(r), high, low};
+    constexpr T finite = sizeof(T) == 4 ? T(3.4028234663852886e+38) : T(1.7976931348623157e+308);
+    const T size = high < T(0) ? -high : high;
+    const T largest = detail::BoundExponential<T>::limit / size;  // infinite for a rate near 0
+    return {static_cast<T>(r), high, low, largest < finite ? largest : finite};
   }
 
   template <class ExecSpace>

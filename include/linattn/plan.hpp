@@ -41,6 +41,7 @@ struct Plan {
   int workers = 1;                ///< teams launched at most
   int team_size = 1;              ///< threads of a team
   int shift_interval = 16;        ///< chunks between stored shifts (scaled feature maps)
+  bool compensated = false;       ///< sums over chunks keep what rounding loses (long sequences in fp32)
   bool tiles_in_scratch = false;  ///< tiles live in the team's scratch memory, else in the workspace
   std::size_t tile_bytes = 0;     ///< fast memory of one worker
 
@@ -81,19 +82,22 @@ inline double pass_cost(Pass pass, std::int64_t units, std::int64_t workers, dou
 /// What a variant asks of the plan.
 struct PlanRequest {
   Pass pass = Pass::forward;
+  bool causal = false;
   std::int64_t features = 0;    ///< R
   int chunk = 0, segments = 0;  ///< 0 lets the plan decide
   int granule = 16;             ///< columns of a window come in multiples of this
   bool windows = true;          ///< whether the state may be shared out
-  /// Fast memory of one worker for a chunk length and a number of windows.
-  std::function<std::size_t(int chunk, int tiles)> tile_bytes;
+  bool exact = false;           ///< sums are so precise that they are never compensated (fp64)
+  /// Fast memory of one worker under a plan of which chunk, tiles and compensated are decided.
+  std::function<std::size_t(const Plan&)> tile_bytes;
 };
 
 /// Cuts the work of one pass.
 ///
 /// \throws InvalidArgument for a negative or too large request
 inline Plan make_plan(const Problem& problem, const MachineTraits& machine, const PlanRequest& request) {
-  constexpr int host_chunk = 16;              // longer ones cost more in the chunk than they save in the state
+  // with a causal mask longer chunks cost more in the chunk than they save in the state
+  const int host_chunk = request.causal ? 16 : 64;
   constexpr int device_chunks[] = {64, 32, 16};
   constexpr int device_team_size = 128;
   constexpr int chunks_worth_a_segment = 16;  // shorter segments cost more in states than they gain
@@ -101,6 +105,8 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
   constexpr int most_segments = 1024;
   constexpr int most_tiles = 16;
   constexpr double worth_it = 0.97;           // a finer cut must gain this much
+  // additions to a state whose rounding, about sqrt(n / 3) ulp / 4 of its size, is let pass: 1.3e-6 in fp32
+  constexpr std::int64_t additions = 4096;
 
   if (request.chunk < 0 || request.chunk > largest_chunk)
     throw InvalidArgument(detail::message("LinAttn: chunk must be between 1 and ", largest_chunk,
@@ -143,6 +149,7 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
       }
     }
   }
+  plan.compensated = !request.exact && chunks() > additions * plan.segments;
   if (!machine.host) {
     // the longest chunk that fits into scratch memory, with as few windows as that takes
     const auto fits = [&] {
@@ -150,9 +157,11 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
         for (int chunk : device_chunks) {
           if (request.chunk) chunk = request.chunk;
           chunk = no_longer_than_a_sequence(chunk);
-          if (request.tile_bytes(chunk, tiles) > machine.scratch_bytes) continue;
-          plan.chunk = chunk;
-          plan.tiles = tiles;
+          Plan trial = plan;
+          trial.chunk = chunk;
+          trial.tiles = tiles;
+          if (request.tile_bytes(trial) > machine.scratch_bytes) continue;
+          plan = trial;
           return true;
         }
       }
@@ -161,7 +170,7 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
     plan.tiles_in_scratch = fits();
     plan.segments = static_cast<int>(std::min<std::int64_t>(plan.segments, chunks()));
   }
-  plan.tile_bytes = request.tile_bytes(plan.chunk, plan.tiles);
+  plan.tile_bytes = request.tile_bytes(plan);
   plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * plan.segments * plan.tiles, 1, most_workers));
   return plan;
 }

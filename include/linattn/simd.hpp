@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 /// \file simd.hpp
@@ -117,6 +118,11 @@ struct Vector {
       for (std::size_t i = 0; i < LINATTN_SIMD_BYTES / sizeof(T); ++i) lane[i] += b.lane[i];
       return *this;
     }
+    friend type operator+(const type& a, T b) {
+      type c;
+      for (std::size_t i = 0; i < LINATTN_SIMD_BYTES / sizeof(T); ++i) c.lane[i] = a.lane[i] + b;
+      return c;
+    }
     friend type operator/(const type& a, T b) {
       type c;
       for (std::size_t i = 0; i < LINATTN_SIMD_BYTES / sizeof(T); ++i) c.lane[i] = a.lane[i] / b;
@@ -188,6 +194,22 @@ void transpose_block(const T* from, std::int64_t ld_from, T* to, std::int64_t ld
 }
 
 #endif
+
+/// The first `count` lanes, zeros in the others (which may hold anything).
+template <class T>
+LINATTN_ALWAYS_INLINE vector_t<T> keep_first(vector_t<T> v, int count) {
+#if defined(LINATTN_HAS_SHUFFLE)
+  using Index = std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>;
+  typedef Index Lanes __attribute__((vector_size(LINATTN_SIMD_BYTES)));
+  const Lanes lane = [&]<int... I>(std::integer_sequence<int, I...>) LINATTN_INLINE_LAMBDA {
+    return Lanes{I...};
+  }(std::make_integer_sequence<int, vector_lanes<T>>{});
+  return lane < static_cast<Index>(count) ? v : vector_t<T>{};
+#else
+  for (int i = count < 0 ? 0 : count; i < vector_lanes<T>; ++i) v[i] = T(0);
+  return v;
+#endif
+}
 
 /// Transposes a square block held in vectors, one a row.
 template <class T>

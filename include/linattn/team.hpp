@@ -21,11 +21,59 @@ struct Constant {
   KOKKOS_FUNCTION constexpr operator int() const { return N; }
 };
 
+#if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
+/// Rows that will be needed soon, to be asked for a few cache lines at a time while products are formed:
+/// all at once would fill the buffers for outstanding loads and stall what runs.
+class RowsAhead {
+ public:
+  void clear() { m_streams = m_stream = m_row = m_lines = 0; }
+  /// `rows` rows of `bytes` bytes, `stride` bytes apart.
+  void add(const void* first, std::int64_t stride, int rows, int bytes, bool to_write) {
+    if (rows <= 0 || bytes <= 0 || m_streams == capacity) return;
+    m_list[m_streams++] = {static_cast<const char*>(first), stride, rows, bytes, to_write};
+    m_lines += rows * ((bytes + line - 1) / line);
+  }
+  int lines() const { return m_lines; }
+  /// Asks for about the next `count` lines, in whole rows.
+  void advance(int count) {
+    while (count > 0 && m_stream < m_streams) {
+      const Stream& s = m_list[m_stream];
+      const char* const row = s.first + m_row * s.stride;
+      if (s.to_write)
+        for (int b = 0; b < s.bytes; b += line) prefetch<true>(row + b);
+      else
+        for (int b = 0; b < s.bytes; b += line) prefetch<false>(row + b);
+      count -= (s.bytes + line - 1) / line;
+      if (++m_row < s.rows) continue;
+      m_row = 0;
+      ++m_stream;
+    }
+  }
+
+ private:
+  static constexpr int capacity = 8, line = 64;
+  struct Stream {
+    const char* first;
+    std::int64_t stride;
+    int rows, bytes;
+    bool to_write;
+  };
+  Stream m_list[capacity];
+  int m_streams = 0, m_stream = 0, m_row = 0, m_lines = 0;
+};
+#endif
+
 struct HostTeam {
   static constexpr bool on_host = true;
   KOKKOS_FUNCTION int rank() const { return 0; }
   KOKKOS_FUNCTION int size() const { return 1; }
   KOKKOS_FUNCTION void barrier() const {}
+#if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
+  /// Called by products between register tiles.
+  void between_tiles() const { ahead.advance(lines_at_once); }
+  mutable RowsAhead ahead;
+  mutable int lines_at_once = 0;
+#endif
 };
 
 template <class Member>

@@ -132,40 +132,45 @@ struct RegisterTile {
   }
 
   LINATTN_ALWAYS_INLINE void finish(int i0, int j0, const Target<T>& t) {
-    T* c = t.c + i0 * t.ldc + j0;
+    const std::int64_t ldc = t.ldc;  // what is stored below could be part of t, for all the compiler knows
+    T* c = t.c + i0 * ldc + j0;
+    const auto each_row = [&](const auto& body) LINATTN_INLINE_LAMBDA {
+      unroll<Rows>([&](auto r) LINATTN_INLINE_LAMBDA {
+        unroll<Vectors>([&](auto v) LINATTN_INLINE_LAMBDA { body(r, v); });
+        c += ldc;
+      });
+    };
     if (t.store == Store::compensated) {
-      T* low = t.low + (c - t.c);
-      each([&](auto r, auto v) LINATTN_INLINE_LAMBDA {
-        const std::int64_t k = r * t.ldc + v * lanes;
-        vector_t<T> high_v = load(c + k), low_v = load(low + k);
+      const std::int64_t to_low = t.low - t.c;
+      each_row([&](auto r, auto v) LINATTN_INLINE_LAMBDA {
+        T* const at = c + v * lanes;
+        vector_t<T> high_v = load(at), low_v = load(at + to_low);
         compensated_add(high_v, low_v, sum[r][v]);
-        store(c + k, high_v);
-        store(low + k, low_v);
+        store(at, high_v);
+        store(at + to_low, low_v);
       });
     } else if (t.store == Store::add) {
-      each([&](auto r, auto v) LINATTN_INLINE_LAMBDA {
-        T* to = c + r * t.ldc + v * lanes;
-        store(to, load(to) + sum[r][v]);
-      });
+      each_row([&](auto r, auto v) LINATTN_INLINE_LAMBDA { store(c + v * lanes, load(c + v * lanes) + sum[r][v]); });
     } else if (t.divisor) {
-      each([&](auto r, auto v) LINATTN_INLINE_LAMBDA {
-        store(c + r * t.ldc + v * lanes, sum[r][v] / t.divisor[i0 + r]);
-      });
+      const T* const divisor = t.divisor + i0;
+      each_row([&](auto r, auto v) LINATTN_INLINE_LAMBDA { store(c + v * lanes, sum[r][v] / divisor[r]); });
     } else {
-      each([&](auto r, auto v) LINATTN_INLINE_LAMBDA { store(c + r * t.ldc + v * lanes, sum[r][v]); });
+      each_row([&](auto r, auto v) LINATTN_INLINE_LAMBDA { store(c + v * lanes, sum[r][v]); });
     }
   }
 
   /// As finish() for a square tile and a transposed target.
   LINATTN_ALWAYS_INLINE void finish_transposed(int i0, int j0, const Target<T>& t) {
     static_assert(Rows == lanes && Vectors == 1);
-    T* c = t.c + j0 * t.ldc + i0;
+    const std::int64_t ldc = t.ldc;
+    const bool adds = t.store == Store::add;
+    T* const c = t.c + j0 * ldc + i0;
     vector_t<T> rows[lanes];
     unroll<lanes>([&](auto r) LINATTN_INLINE_LAMBDA { rows[r] = sum[r][0]; });
     transpose_in_place<T>(rows);
     for (int r = 0; r < lanes; ++r) {
-      T* to = c + r * t.ldc;
-      store(to, t.store == Store::add ? load(to) + rows[r] : rows[r]);
+      T* const to = c + r * ldc;
+      store(to, adds ? load(to) + rows[r] : rows[r]);
     }
   }
 
@@ -196,13 +201,17 @@ LINATTN_FLATTEN inline void multiply_transposed_tile(int i0, int j0, const Produ
 }
 
 // A panel of columns at a time: what all rows read of the right factor stays in the first cache.
-template <class T>
-inline void multiply_on_host(int m, int n, const Product<T>* products, int count,
+template <class Team, class T>
+inline void multiply_on_host(const Team& team, int m, int n, const Product<T>* products, int count,
                              const Target<T>& target) {
   constexpr int lanes = vector_lanes<T>;
   if (target.transposed) {
-    for (int j0 = 0; j0 < n; j0 += lanes)
-      for (int i0 = 0; i0 < m; i0 += lanes) multiply_transposed_tile<T>(i0, j0, products, count, target);
+    for (int j0 = 0; j0 < n; j0 += lanes) {
+      for (int i0 = 0; i0 < m; i0 += lanes) {
+        multiply_transposed_tile<T>(i0, j0, products, count, target);
+        team.between_tiles();
+      }
+    }
     return;
   }
   for (int j0 = 0; j0 < n; j0 += 2 * lanes) {
@@ -212,6 +221,7 @@ inline void multiply_on_host(int m, int n, const Product<T>* products, int count
         multiply_register_tile<T, 2>(i0, j0, products, count, target);
       else if (j0 < columns)
         multiply_register_tile<T, 1>(i0, j0, products, count, target);
+      team.between_tiles();
     }
   }
 }
@@ -269,7 +279,7 @@ KOKKOS_FUNCTION void multiply(const Team& team, int m, int n, const Product<T>* 
                               const Target<T>& target) {
   if constexpr (Team::on_host) {
 #if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
-    multiply_on_host(m, n, products, count, target);
+    multiply_on_host(team, m, n, products, count, target);
 #endif
   } else {
     multiply_on_device(team, m, n, products, count, target);
@@ -312,6 +322,31 @@ KOKKOS_FUNCTION void transpose(const Team& team, int rows, int columns, const T*
 #endif
   for_each_in_rows(team, rows, columns, [&](int r) {
     return [=](int c) { to[c * ld_to + r] = from[r * ld_from + c]; };
+  });
+}
+
+/// Adds terms[i] to the elements on and below the diagonal of a square tile and sets those above it, all
+/// rows before `first` and the padding up to `padded` to zero. A barrier is the caller's duty.
+template <class Team, class T>
+KOKKOS_FUNCTION void keep_lower_triangle(const Team& team, int rows, int first, int padded, T* tile,
+                                         std::int64_t ld, const T* terms) {
+#if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
+  if constexpr (Team::on_host) {
+    constexpr int lanes = vector_lanes<T>;
+    for (int i = 0; i < rows; ++i) {
+      const int end = i >= first ? i + 1 : 0;
+      const T term = terms ? terms[i] : T(0);
+      for (int j = 0; j < padded; j += lanes)
+        store(tile + i * ld + j, keep_first<T>(load(tile + i * ld + j) + term, end - j));
+    }
+    return;
+  }
+#endif
+  for_each_in_rows(team, rows, padded, [=](int i) {
+    T* row = tile + i * ld;
+    const int end = i >= first ? i + 1 : 0;
+    const T term = terms ? terms[i] : T(0);
+    return [=](int j) { row[j] = j < end ? row[j] + term : T(0); };
   });
 }
 

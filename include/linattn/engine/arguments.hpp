@@ -245,9 +245,6 @@ enum class Walk { key_state, output, query_gradient, query_state, key_gradient }
 /// Tiles of one worker. Leading dimensions are padded so that no product has a remainder.
 template <class A>
 struct Tiles {
-  /// Long sums of states are compensated where the accumulator is not fp64.
-  static constexpr bool compensated = sizeof(A) < 8;
-
   int ldr = 0, ldv = 0, ldc = 0;  // leading dimensions of rows of features, values, keys of a chunk
   int ld_shift = 0, ld_staging = 0;
   A *keys = nullptr, *keys_t = nullptr;      // (C, R) and its transpose
@@ -258,7 +255,7 @@ struct Tiles {
   A *weight_cotangents = nullptr;            // (C, C): E_ij = dL / dP_ij
   A *out = nullptr;                          // numerators, or gradients of features
   A *value_gradients = nullptr;              // (C, Dv)
-  A *state = nullptr, *state_low = nullptr;  // S or its transpose, and what compensated sums lost
+  A *state = nullptr, *state_low = nullptr;  // S or its transpose, and what sums lost, if compensated
   A *sums = nullptr, *sums_low = nullptr;    // z; the mirrored state alike
   A *row_scale = nullptr;                    // (C): denominators or factors of rows
   A *row_terms = nullptr;                    // (C): cotangent of the denominator
@@ -287,7 +284,7 @@ struct Tiles {
     const std::int64_t state_size = transposed ? std::int64_t(v) * ldr : std::int64_t(r) * ldv;
     state = arena.take<A>(state_size);
     sums = arena.take<A>(ldr);
-    if (compensated) {
+    if (args.plan.compensated) {
       state_low = arena.take<A>(state_size);
       sums_low = arena.take<A>(ldr);
     }

@@ -110,15 +110,16 @@ class Call {
     m_args.q.storage = storage;
     PlanRequest request;
     request.pass = pass;
+    request.causal = options.causal;
     request.features = features;
     request.chunk = options.chunk;
     request.segments = options.segments;
     request.granule = tile_columns<A>;
     request.windows = pass == Pass::forward || !(RowFeatureMap<QueryMap> || RowFeatureMap<KeyMap>);
-    request.tile_bytes = [&](int chunk, int tiles) {
+    request.exact = sizeof(A) >= 8;
+    request.tile_bytes = [&](const Plan& plan) {
       Args trial = m_args;
-      trial.plan.chunk = chunk;
-      trial.plan.tiles = tiles;
+      trial.plan = plan;
       return worker_bytes(trial);
     };
     m_args.plan = make_plan(problem, machine, request);

@@ -51,7 +51,6 @@ class Walker {
  public:
   using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
-  static constexpr bool compensated = Tiles<A>::compensated;
 
   KOKKOS_FUNCTION Walker(const Team& team, const Args& args, const Tiles<A>& tiles, bool transposed)
       : m_team(team), m_args(args), m_tiles(tiles), m_transposed(transposed) {}
@@ -324,44 +323,55 @@ class Walker {
     m_team.barrier();
   }
 
-  /// Asks for the rows of a causal chunk before they are needed.
+  /// Has the rows of a causal chunk asked for while the products of the one before are formed.
   KOKKOS_FUNCTION void prefetch_chunk(std::int64_t c, std::int64_t tokens) const {
 #if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
     if constexpr (Team::on_host) {
+      m_team.ahead.clear();
       if (c < 0 || c >= m_args.chunks(tokens)) return;
       const Chunk keys = chunk(c, tokens);
       const std::int64_t at_keys = key_begin(keys), query = keys.begin - offset();
-      prefetch_rows<false>(m_args.k, m_kv_head, at_keys, keys.rows, m_first_feature, m_features);
-      prefetch_rows<false>(m_args.v, m_kv_head, at_keys, keys.rows, m_first_value, m_dv);
-      if (m_walk == Walk::key_gradient) {
-        prefetch_rows<true>(m_args.d_k, m_kv_head, at_keys, keys.rows, m_first_feature, m_features);
-        prefetch_rows<true>(m_args.d_v, m_kv_head, at_keys, keys.rows, m_first_value, m_dv);
+      prefetch_rows(m_args.k, m_kv_head, at_keys, keys.rows, m_first_feature, m_features, false);
+      prefetch_rows(m_args.v, m_kv_head, at_keys, keys.rows, m_first_value, m_dv, false);
+      if (query >= 0) {
+        const std::int64_t at = m_sequence.q_begin + query, head = query_head(0);
+        prefetch_rows(m_args.q, head, at, keys.rows, m_first_feature, m_features, false);
+        if (m_walk == Walk::output) {
+          prefetch_rows(m_args.o, head, at, keys.rows, m_first_value, m_dv, true);
+        } else {
+          prefetch_rows(m_args.d_o, head, at, keys.rows, m_first_value, m_dv, false);
+          if (wants_row_terms()) prefetch_rows(m_args.o, head, at, keys.rows, m_first_value, m_dv, false);
+          if (m_walk == Walk::query_gradient)
+            prefetch_rows(m_args.d_q, head, at, keys.rows, m_first_feature, m_features, true);
+        }
       }
-      if (query < 0) return;
-      const std::int64_t at = m_sequence.q_begin + query, head = query_head(0);
-      prefetch_rows<false>(m_args.q, head, at, keys.rows, m_first_feature, m_features);
-      if (m_walk == Walk::output) return prefetch_rows<true>(m_args.o, head, at, keys.rows, m_first_value, m_dv);
-      if (m_walk == Walk::query_gradient)
-        prefetch_rows<true>(m_args.d_q, head, at, keys.rows, m_first_feature, m_features);
-      prefetch_rows<false>(m_args.d_o, head, at, keys.rows, m_first_value, m_dv);
-      if (wants_row_terms()) prefetch_rows<false>(m_args.o, head, at, keys.rows, m_first_value, m_dv);
+      if (m_walk == Walk::key_gradient) {
+        if (m_args.wants_keys)
+          prefetch_rows(m_args.d_k, m_kv_head, at_keys, keys.rows, m_first_feature, m_features, true);
+        if (m_args.wants_values) prefetch_rows(m_args.d_v, m_kv_head, at_keys, keys.rows, m_first_value, m_dv, true);
+      }
+      // spread over the register tiles of the products with the state
+      const auto tiles = [](int rows, int columns) {
+        constexpr int width = 2 * vector_lanes<A>;
+        return (rows + register_rows - 1) / register_rows * ((columns + width - 1) / width);
+      };
+      const int products = m_walk == Walk::key_gradient ? 3 : 1;
+      m_team.lines_at_once =
+          m_team.ahead.lines() / (tiles(state_rows(), state_columns()) + products * tiles(keys.rows, state_columns())) + 1;
     }
 #endif
     (void)c, (void)tokens;
   }
 
 #if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
-  template <bool ToWrite>
   void prefetch_rows(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin, int rows, int first_column,
-                     int columns) const {
+                     int columns, bool to_write) const {
     if (!t || t.element_stride != 1) return;
-    constexpr int line = 64;
-    const int bytes = columns * t.element_bytes();
-    const char* from = static_cast<const char*>(t.data) +
-                       (m_sequence.batch * t.batch_stride + head * t.head_stride + begin * t.row_stride +
-                        first_column) * t.element_bytes();
-    for (int r = 0; r < rows; ++r)
-      for (int b = 0; b < bytes; b += line) prefetch<ToWrite>(from + r * t.row_stride * t.element_bytes() + b);
+    const int size = t.element_bytes();
+    m_team.ahead.add(static_cast<const char*>(t.data) +
+                         (m_sequence.batch * t.batch_stride + head * t.head_stride + begin * t.row_stride +
+                          first_column) * size,
+                     t.row_stride * size, rows, columns * size, to_write);
   }
 #endif
 
@@ -510,7 +520,7 @@ class Walker {
     m_team.barrier();
   }
   KOKKOS_FUNCTION void clear_low() {
-    if constexpr (compensated) {
+    if (compensated()) {
       fill(m_tiles.state_low, state_rows() * state_ld(), A(0));
       fill(m_tiles.sums_low, m_tiles.ldr, A(0));
     }
@@ -588,13 +598,13 @@ class Walker {
       const int at = m_transposed ? d : d * m_tiles.ldv;
       const int step = m_transposed ? m_tiles.ldr : 1;
       const A* state = m_tiles.state + at;
-      const A* low = compensated ? m_tiles.state_low + at : nullptr;
+      const A* low = compensated() ? m_tiles.state_low + at : nullptr;
       return [=](int v) { values[v * element] = low ? state[v * step] - low[v * step] : state[v * step]; };
     });
     if (m_first_value > 0) return;  // another window of the same features has them
     for_each(m_team, m_features, [&](int d) {
       *to.sums.row(m_member, m_kv_head, m_first_feature + d) =
-          compensated ? m_tiles.sums[d] - m_tiles.sums_low[d] : m_tiles.sums[d];
+          compensated() ? m_tiles.sums[d] - m_tiles.sums_low[d] : m_tiles.sums[d];
     });
   }
 
@@ -627,12 +637,11 @@ class Walker {
     m_team.barrier();
     for_each_in_rows(m_team, state_rows(), columns, [=](int i) {
       return [=](int j) {
-        values[std::int64_t(i) * to + j] =
-            compensated ? state[i * ld + j] - low[i * ld + j] : state[i * ld + j];
+        values[std::int64_t(i) * to + j] = low ? state[i * ld + j] - low[i * ld + j] : state[i * ld + j];
       };
     });
     for_each(m_team, m_features, [&](int d) {
-      sums[d] = compensated ? m_tiles.sums[d] - m_tiles.sums_low[d] : m_tiles.sums[d];
+      sums[d] = compensated() ? m_tiles.sums[d] - m_tiles.sums_low[d] : m_tiles.sums[d];
     });
     if constexpr (scaled) {
       int* shifts = m_args.states.shifts + m_task * m_args.features;
@@ -674,7 +683,7 @@ class Walker {
         const int* old = m_tiles.shift + m_first_feature;
         const int* now = to + m_first_feature;
         A* const parts[2] = {m_tiles.state, m_tiles.state_low};
-        for (int part = 0; part < (compensated ? 2 : 1); ++part) {
+        for (int part = 0; part < (compensated() ? 2 : 1); ++part) {
           A* state = parts[part];
           if (m_transposed) {
             for_each_in_rows(m_team, m_dv, m_features, [=](int v) {
@@ -690,7 +699,7 @@ class Walker {
         for_each(m_team, m_features, [&](int d) {
           const A factor = power_of_two<A>(Sign * (old[d] - now[d]));
           m_tiles.sums[d] *= factor;
-          if (compensated) m_tiles.sums_low[d] *= factor;
+          if (compensated()) m_tiles.sums_low[d] *= factor;
         });
         m_team.barrier();
         for_each(m_team, m_args.features, [&](int d) { m_tiles.shift[d] = to[d]; });
@@ -700,6 +709,8 @@ class Walker {
       (void)to;
     }
   }
+
+  KOKKOS_FUNCTION bool compensated() const { return m_args.plan.compensated; }
 
   KOKKOS_FUNCTION bool shifts_differ(const int* to) const {
     int difference = 0;
@@ -716,14 +727,14 @@ class Walker {
   }
 
   KOKKOS_FUNCTION Target<A> state_target() const {
-    return {m_tiles.state, state_ld(), compensated ? Store::compensated : Store::add, m_tiles.state_low};
+    return {m_tiles.state, state_ld(), compensated() ? Store::compensated : Store::add, m_tiles.state_low};
   }
 
   /// z += sum over rows of weight(row) * row; the chunk is summed first.
   template <class Weight>
   LINATTN_OUTLINE KOKKOS_FUNCTION void add_rows_to_sums(Factored rows, int count, const Weight& weight) {
     const auto add = [&](int d, A part) {
-      if constexpr (compensated)
+      if (compensated())
         compensated_add(m_tiles.sums[d], m_tiles.sums_low[d], part);
       else
         m_tiles.sums[d] += part;
@@ -905,20 +916,8 @@ class Walker {
              Product<A>{{m_queries.data, m_queries.ld, 1}, m_tiles.keys_t, m_tiles.ldc, m_features},
              Target<A>{.c = m_tiles.weights, .ldc = m_tiles.ldc, .lower_only = true});
     m_team.barrier();
-    keep_lower(piece, m_tiles.weights, [](int) { return A(0); });
-  }
-
-  /// Adds term(row) on and below the diagonal and assigns zero elsewhere, in place.
-  template <class Term>
-  LINATTN_OUTLINE KOKKOS_FUNCTION void keep_lower(Chunk piece, A* tile, const Term& term) {
-    const int first = first_row(piece);
-    const int ld = m_tiles.ldc;
-    for_each_in_rows(m_team, piece.rows, ld, [=](int i) {
-      A* row = tile + i * ld;
-      const int end = i >= first ? i + 1 : 0;
-      const A more = term(i);
-      return [=](int j) { row[j] = j < end ? row[j] + more : A(0); };
-    });
+    keep_lower_triangle(m_team, piece.rows, first_row(piece), m_tiles.ldc, m_tiles.weights, m_tiles.ldc,
+                        static_cast<const A*>(nullptr));
     m_team.barrier();
   }
 
@@ -1096,8 +1095,9 @@ class Walker {
              Product<A>{{m_cotangents.data, m_cotangents.ld, 1}, m_tiles.values_t, m_tiles.ldc, m_dv},
              Target<A>{.c = m_tiles.weight_cotangents, .ldc = m_tiles.ldc, .lower_only = true});
     m_team.barrier();
-    const A* row_terms = m_tiles.row_terms;
-    keep_lower(piece, m_tiles.weight_cotangents, [=](int i) { return row_terms[i]; });
+    keep_lower_triangle<Team, A>(m_team, piece.rows, first_row(piece), m_tiles.ldc, m_tiles.weight_cotangents,
+                                 m_tiles.ldc, m_tiles.row_terms);
+    m_team.barrier();
   }
 
   /// dQ = G S^T + e z^T (+ E K of the chunk), and dq to the caller.
