@@ -3,6 +3,7 @@
 
 #include <linattn/call.hpp>
 #include <linattn/engine/engine.hpp>
+#include <linattn/engine/step.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
 #include <linattn/variant.hpp>
@@ -110,22 +111,59 @@ void backward(const ExecSpace& exec, const V& variant,
   backward<T>(exec, variant, inputs, saved, Cotangents<ExecSpace, T>{d_o, {}}, gradients, options);
 }
 
+/// One new token of every sequence: o (B,H,Dv) given the sums over all earlier keys, and the sums with its own.
+///
+///     S' = S + phi(k) v^T     z' = z + phi(k)     o = S'^T phi(q) / (z' . phi(q))
+///
+/// Time and memory traffic O(R Dv) a head, whatever the length so far; equals the next row of a causal
+/// forward() to rounding. `before` is left as it is; without it no key came before. Its gradients are those of
+/// backward() with Nq = Nk = 1 and states. Asynchronous.
+///
+///     LinAttn::step<float>(exec, LinAttn::Elu{}, {.q = q, .k = k, .v = v}, before, after, o, workspace);
+///
+/// \throws InvalidArgument if extents do not fit each other or the workspace is smaller than
+/// workspace_size() says for Pass::step
+template <class T, class ExecSpace, Variant V>
+void step(const ExecSpace& exec, const V& variant, const std::type_identity_t<Token<ExecSpace, T>>& token,
+          const std::type_identity_t<ConstState<ExecSpace, T>>& before,
+          const std::type_identity_t<State<ExecSpace, T>>& after,
+          const std::type_identity_t<TensorRef<T, 3, ExecSpace>>& o,
+          const std::type_identity_t<Workspace<ExecSpace>>& workspace, const StepOptions& options = {});
+
+/// As above with the state in place: `state` is read and then holds the sums with the new token.
+template <class T, class ExecSpace, Variant V>
+void step_in_place(const ExecSpace& exec, const V& variant, const std::type_identity_t<Token<ExecSpace, T>>& token,
+                   const std::type_identity_t<State<ExecSpace, T>>& state,
+                   const std::type_identity_t<TensorRef<T, 3, ExecSpace>>& o,
+                   const std::type_identity_t<Workspace<ExecSpace>>& workspace, const StepOptions& options = {}) {
+  step<T>(exec, variant, token, state.as_const(), state, o, workspace, options);
+}
+
 }  // namespace LinAttn
 
 // ---- definitions ----
 
 namespace LinAttn {
+namespace detail {
+inline StepOptions step_options(const Options& options) { return {options.normalise, options.scale}; }
+}  // namespace detail
 
 template <class T, class ExecSpace, Variant V>
 Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
           const Options& options) {
+  if (pass == Pass::step)
+    return detail::StepCall<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, detail::step_options(options)).plan();
   return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options).plan();
 }
 
 template <class T, class ExecSpace, Variant V>
 std::size_t workspace_size(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
                            const Options& options) {
-  return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options).workspace_bytes();
+  if (pass == Pass::step)
+    return detail::StepCall<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, detail::step_options(options))
+        .workspace_bytes();
+  return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options)
+      .workspace_bytes();
 }
 
 template <class T, class ExecSpace, Variant V>
@@ -141,7 +179,7 @@ void forward(const ExecSpace& exec, const V& variant,
   call.use_workspace(workspace);
   const detail::Region region("LinAttn::forward");
   call.bind(inputs, saved);
-  call.bind_state("final state", saved.state, call.arguments().last);
+  call.enter_state("final state", saved.state, call.arguments().last);
   call.launch_forward();
 }
 
@@ -179,7 +217,7 @@ void backward(const ExecSpace& exec, const V& variant,
   call.use_workspace(workspace);
   const detail::Region region("LinAttn::backward");
   call.bind(inputs, saved);
-  call.bind_state("cotangent of the final state", cotangents.state, args.last_cotangent);
+  call.enter_state("cotangent of the final state", cotangents.state, args.last_cotangent);
   if (gradients.state.S.present() || gradients.state.z.present()) {
     if (!args.initial.present)
       throw InvalidArgument("LinAttn: a gradient of the initial state is asked for, but there is none");
@@ -197,6 +235,17 @@ void backward(const ExecSpace& exec, const V& variant,
   if (!gradients.query_parameter.present()) args.query_parameter_parts = nullptr;
   if (!gradients.key_parameter.present()) args.key_parameter_parts = nullptr;
   call.launch_backward(gradients.query_parameter, gradients.key_parameter);
+}
+
+template <class T, class ExecSpace, Variant V>
+void step(const ExecSpace& exec, const V& variant, const std::type_identity_t<Token<ExecSpace, T>>& token,
+          const std::type_identity_t<ConstState<ExecSpace, T>>& before,
+          const std::type_identity_t<State<ExecSpace, T>>& after,
+          const std::type_identity_t<TensorRef<T, 3, ExecSpace>>& o,
+          const std::type_identity_t<Workspace<ExecSpace>>& workspace, const StepOptions& options) {
+  const detail::Region region("LinAttn::step");
+  detail::StepCall<accumulator_t<T>, ExecSpace, V> call(exec, variant, detail::problem_of(token), options);
+  call.template run<T>(token, before, after, o, workspace);
 }
 
 namespace detail {

@@ -97,6 +97,26 @@ struct Options {
   double scale = 1.0;               ///< o = scale * sum_j w_ij v_j where rows are not normalised
   int chunk = 0;                    ///< tokens of a chunk; 0: the plan decides
   int segments = 0;                 ///< pieces of a sequence worked on at once; 0: the plan decides
+  int tiles = 0;                    ///< windows of a state worked on at once; 0: the plan decides
+  /// Products of floats may use tensor cores where there are some, which round their factors to TF32, 11
+  /// significant bits (those of float16 and bfloat16 tensors have no more). Sums stay in float.
+  bool allow_tf32 = false;
+};
+
+/// What step() reads of one new token of every sequence: q (B,H,D), k (B,Hkv,D), v (B,Hkv,Dv) and, optional,
+/// `key_mask` (B), 0 where the token's key is hidden: it then changes no sum, but its query is answered.
+template <class ExecSpace, class T>
+struct Token {
+  TensorRef<const T, 3, ExecSpace> q{};
+  TensorRef<const T, 3, ExecSpace> k{};
+  TensorRef<const T, 3, ExecSpace> v{};
+  TensorRef<const std::uint8_t, 1, ExecSpace> key_mask{};
+};
+
+/// How step() attends; as in Options.
+struct StepOptions {
+  std::optional<bool> normalise{};
+  double scale = 1.0;
 };
 
 }  // namespace LinAttn

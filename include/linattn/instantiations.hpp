@@ -5,7 +5,7 @@
 #include <linattn/variants.hpp>
 
 /// \file instantiations.hpp
-/// The library holds the shipped variants for float and double on every enabled execution space; these
+/// The library holds the shipped variants for every storage type on every enabled execution space; these
 /// declarations keep a user's translation unit from compiling them again.
 
 /// Applies MACRO(prefix, T, ExecSpace, V) to each execution space that this Kokkos has.
@@ -36,16 +36,24 @@
   PREFIX template void LinAttn::backward<T, EXEC, V>(                                                \
       const EXEC&, const V&, const LinAttn::Inputs<EXEC, T>&, const LinAttn::Saved<EXEC, T>&,        \
       const LinAttn::Cotangents<EXEC, T>&, const LinAttn::Gradients<EXEC, T>&,                       \
-      const LinAttn::Workspace<EXEC>&, const LinAttn::Options&);
+      const LinAttn::Workspace<EXEC>&, const LinAttn::Options&);                                     \
+  PREFIX template void LinAttn::step<T, EXEC, V>(                                                    \
+      const EXEC&, const V&, const LinAttn::Token<EXEC, T>&, const LinAttn::ConstState<EXEC, T>&,    \
+      const LinAttn::State<EXEC, T>&, const LinAttn::TensorRef<T, 3, EXEC>&,                         \
+      const LinAttn::Workspace<EXEC>&, const LinAttn::StepOptions&);
 
-/// Declares (PREFIX = extern) or defines (PREFIX empty) everything the library holds for one variant.
-#define LINATTN_INSTANTIATE(PREFIX, V)                             \
-  LINATTN_FOR_SERIAL(LINATTN_INSTANTIATE_ONE, PREFIX, float, V)    \
-  LINATTN_FOR_SERIAL(LINATTN_INSTANTIATE_ONE, PREFIX, double, V)   \
-  LINATTN_FOR_OPENMP(LINATTN_INSTANTIATE_ONE, PREFIX, float, V)    \
-  LINATTN_FOR_OPENMP(LINATTN_INSTANTIATE_ONE, PREFIX, double, V)   \
-  LINATTN_FOR_CUDA(LINATTN_INSTANTIATE_ONE, PREFIX, float, V)      \
-  LINATTN_FOR_CUDA(LINATTN_INSTANTIATE_ONE, PREFIX, double, V)
+#define LINATTN_FOR_ALL_SPACES(MACRO, PREFIX, T, V) \
+  LINATTN_FOR_SERIAL(MACRO, PREFIX, T, V)           \
+  LINATTN_FOR_OPENMP(MACRO, PREFIX, T, V)           \
+  LINATTN_FOR_CUDA(MACRO, PREFIX, T, V)
+
+/// Declares (PREFIX = extern) or defines (PREFIX empty) everything the library holds for one variant. Kernels
+/// depend on the accumulator only, so that the 16-bit types cost no more than their checks.
+#define LINATTN_INSTANTIATE(PREFIX, V)                                                 \
+  LINATTN_FOR_ALL_SPACES(LINATTN_INSTANTIATE_ONE, PREFIX, float, V)                    \
+  LINATTN_FOR_ALL_SPACES(LINATTN_INSTANTIATE_ONE, PREFIX, double, V)                   \
+  LINATTN_FOR_ALL_SPACES(LINATTN_INSTANTIATE_ONE, PREFIX, LinAttn::float16, V)         \
+  LINATTN_FOR_ALL_SPACES(LINATTN_INSTANTIATE_ONE, PREFIX, LinAttn::bfloat16, V)
 
 #if !defined(LINATTN_DEFINES_INSTANTIATIONS)
 LINATTN_INSTANTIATE(extern, LinAttn::Identity)

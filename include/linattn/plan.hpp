@@ -9,14 +9,15 @@
 #include <linattn/error.hpp>
 #include <linattn/problem.hpp>
 #include <string>
+#include <utility>
 
 /// \file plan.hpp
 /// How a call is cut into work. Every tuning number of the library lives here.
 
 namespace LinAttn {
 
-/// The two passes of an attention call.
-enum class Pass { forward, backward };
+/// What a call computes: all outputs, all gradients, or the output of one new token.
+enum class Pass { forward, backward, step };
 
 /// What the plan knows about the machine.
 struct MachineTraits {
@@ -84,7 +85,7 @@ struct PlanRequest {
   Pass pass = Pass::forward;
   bool causal = false;
   std::int64_t features = 0;    ///< R
-  int chunk = 0, segments = 0;  ///< 0 lets the plan decide
+  int chunk = 0, segments = 0, tiles = 0;  ///< 0 lets the plan decide
   int granule = 16;             ///< columns of a window come in multiples of this
   bool windows = true;          ///< whether the state may be shared out
   bool exact = false;           ///< sums are so precise that they are never compensated (fp64)
@@ -111,9 +112,10 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
   if (request.chunk < 0 || request.chunk > largest_chunk)
     throw InvalidArgument(detail::message("LinAttn: chunk must be between 1 and ", largest_chunk,
                                           " (0 lets the plan decide), found ", request.chunk));
-  if (request.segments < 0)
-    throw InvalidArgument(detail::message("LinAttn: segments must be positive (0 lets the plan decide), ",
-                                          "found ", request.segments));
+  for (const auto& [name, wish] : {std::pair{"segments", request.segments}, {"tiles", request.tiles}})
+    if (wish < 0)
+      throw InvalidArgument(detail::message("LinAttn: ", name, " must be positive (0 lets the plan decide), found ",
+                                            wish));
   const std::int64_t units = problem.sequences() * problem.kv_heads;
   const std::int64_t tokens = std::max(problem.longest_queries(), problem.longest_keys());
   const std::int64_t narrow = request.pass == Pass::forward ? problem.dv : std::min(request.features, problem.dv);
@@ -131,7 +133,8 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
 
   if (units > 0) {
     double least = 0;
-    for (int tiles = 1; tiles <= widest_cut; ++tiles) {
+    const int most = request.tiles ? std::min(request.tiles, widest_cut) : widest_cut;
+    for (int tiles = request.tiles ? most : 1; tiles <= most; ++tiles) {
       const std::int64_t wanted = (most_workers + units * tiles - 1) / (units * tiles);
       std::int64_t segments = std::clamp<std::int64_t>(std::min(wanted, chunks() / chunks_worth_a_segment), 1,
                                                        most_segments);
@@ -172,6 +175,25 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
   }
   plan.tile_bytes = request.tile_bytes(plan);
   plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * plan.segments * plan.tiles, 1, most_workers));
+  return plan;
+}
+
+/// Cuts the work of one new token: heads, and windows of their states where heads are too few.
+inline Plan make_step_plan(const Problem& problem, const MachineTraits& machine, int granule) {
+  constexpr int device_team_size = 64;
+  constexpr std::int64_t worth_a_worker = 1 << 14;  // elements of a state
+  Plan plan;
+  plan.chunk = 1;
+  if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
+  const std::int64_t units = problem.sequences() * problem.kv_heads;
+  const std::int64_t most_workers = std::max(1, machine.concurrency / plan.team_size);
+  const std::int64_t columns = std::max<std::int64_t>(1, problem.dv / granule);
+  const std::int64_t parts = std::max<std::int64_t>(1, problem.d * problem.dv / worth_a_worker);
+  if (units > 0) {
+    const std::int64_t wanted = (most_workers + units - 1) / units;
+    plan.tiles = static_cast<int>(std::min({wanted, columns, machine.host ? parts : columns}));
+  }
+  plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * plan.tiles, 1, most_workers));
   return plan;
 }
 

@@ -80,6 +80,7 @@ template <class Member>
 struct DeviceTeam {
   static constexpr bool on_host = false;
   const Member& m_member;
+  bool allow_tf32 = false;  // products may round their factors to TF32
   KOKKOS_FUNCTION int rank() const { return m_member.team_rank(); }
   KOKKOS_FUNCTION int size() const { return m_member.team_size(); }
   KOKKOS_FUNCTION void barrier() const { m_member.team_barrier(); }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <linattn/team.hpp>
 #include <linattn/simd.hpp>
+#include <linattn/team.hpp>
+#include <linattn/tile_product.hpp>
+#include <linattn/tile_tensor_core.hpp>
 #include <type_traits>
 #include <utility>
 
@@ -29,43 +31,6 @@ KOKKOS_FUNCTION constexpr int padded_columns(std::int64_t n) {
 KOKKOS_FUNCTION constexpr int padded_rows(std::int64_t n) {
   return static_cast<int>((n + tile_rows - 1) / tile_rows * tile_rows);
 }
-
-/// Which terms of sum_l A(i,l) B(l,j) count: all, those with l <= i, those with l >= i. Terms that do
-/// not count are left out, never multiplied by zero, so that a NaN in them stays where it is.
-enum class Band { all, lower, upper };
-
-/// The left factor of a product, or its transpose: element (i, l) is data[i * row + l * column].
-template <class T>
-struct Factor {
-  const T* data;
-  std::int64_t row;
-  std::int64_t column;
-};
-
-/// sum_l A(i,l) B(l,j) over 0 <= l < inner, of which `band` selects; B is row-major.
-template <class T>
-struct Product {
-  Factor<T> a;
-  const T* b;
-  std::int64_t ldb;
-  int inner;
-  Band band = Band::all;
-};
-
-/// What becomes of the sum: C = sum, C += sum, or a compensated C += sum, where C - low is the value
-/// and the error of a long sum stays that of its last addition (Kahan).
-enum class Store { overwrite, add, compensated };
-
-template <class T>
-struct Target {
-  T* c;
-  std::int64_t ldc;
-  Store store = Store::overwrite;
-  T* low = nullptr;             // laid out as c
-  bool lower_only = false;      // elements above the diagonal are unspecified, and cost nothing where possible
-  bool transposed = false;      // element (i, j) of the sum goes to c[j * ldc + i]; not for compensated sums
-  const T* divisor = nullptr;   // row i of the sum is divided by divisor[i] first; for Store::overwrite
-};
 
 template <class V>
 KOKKOS_FORCEINLINE_FUNCTION void compensated_add(V& high, V& low, const V& term) {
@@ -229,6 +194,12 @@ inline void multiply_on_host(const Team& team, int m, int n, const Product<T>* p
 template <class Team, class T>
 KOKKOS_FUNCTION void multiply_on_device(const Team& team, int m, int n, const Product<T>* products,
                                         int count, const Target<T>& target) {
+#if defined(LINATTN_HAS_TENSOR_CORES)
+  if constexpr (std::is_same_v<T, float>) {
+    if (team.allow_tf32 && team.size() % tensor_core::warp == 0 && target.store != Store::compensated)
+      return multiply_on_tensor_cores(team, m, n, products, count, target);
+  }
+#endif
   constexpr int side = 4;
   const int tiles_across = (n + side - 1) / side;
   const int tiles = (m + side - 1) / side * tiles_across;
@@ -291,14 +262,6 @@ KOKKOS_FORCEINLINE_FUNCTION void multiply(const Team& team, int m, int n, const 
                                           const Target<T>& target) {
   multiply(team, m, n, &product, 1, target);
 }
-
-/// A sum of up to three products that is put together step by step.
-template <class T>
-struct ProductSum {
-  Product<T> terms[3];
-  int count = 0;
-  KOKKOS_FORCEINLINE_FUNCTION void add(const Product<T>& product) { terms[count++] = product; }
-};
 
 template <class Team, class T>
 KOKKOS_FORCEINLINE_FUNCTION void multiply(const Team& team, int m, int n, const ProductSum<T>& sum,

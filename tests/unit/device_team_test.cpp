@@ -32,22 +32,23 @@ class EmulatedPass {
   using A = accumulator_t<T>;
   using QueryMap = query_map_t<V>;
   using KeyMap = key_map_t<V>;
-  using Args = LinAttn::detail::Arguments<T, QueryMap, KeyMap>;
+  using Args = LinAttn::detail::Arguments<A, QueryMap, KeyMap>;
+  using Call = LinAttn::detail::Call<A, ExecSpace, V>;
   using Walk = LinAttn::detail::Walk;
   using ScanKind = LinAttn::detail::ScanKind;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
 
   EmulatedPass(const Attention<T, ExecSpace, V>& call, const Problem& problem, Pass pass,
                const Options& options, int team_size)
-      : m_call(ExecSpace(), call.variant(), problem, pass, options),
+      : m_call(ExecSpace(), call.variant(), problem, pass, LinAttn::detail::storage_of<T>, options),
         m_arena(m_call.workspace_bytes()),
         m_team_size(team_size) {
     m_call.use_workspace(m_arena.workspace());
     m_call.bind(call.inputs(), call.saved());
     Args& args = m_call.arguments();
-    m_call.bind_state("final state", call.saved().state, args.last);
+    m_call.enter_state("final state", call.saved().state, args.last);
     if (pass == Pass::forward) return;
-    m_call.bind_state("cotangent", call.cotangents().state, args.last_cotangent);
+    m_call.enter_state("cotangent", call.cotangents().state, args.last_cotangent);
     const auto gradients = call.gradients({});
     args.d_o = decltype(args.d_o)(call.d_o.input());
     args.d_q = decltype(args.d_q)(gradients.q);
@@ -61,6 +62,7 @@ class EmulatedPass {
   }
 
   void forward() {
+    Call::use_window(args(), true);
     if (args().plan.segments > 1) {
       walk(Walk::key_state, false);
       scan(args().causal ? ScanKind::prefix : ScanKind::total, args().initial, 1, false);
@@ -70,18 +72,30 @@ class EmulatedPass {
 
   void backward(const Attention<T, ExecSpace, V>& call) {
     const ScanKind total = ScanKind::total;
+    const auto gradients = call.gradients({});
+    Call::use_window(args(), false);
     if (args().plan.segments > 1) {
       walk(Walk::key_state, true);
       scan(args().causal ? ScanKind::prefix : total, args().initial, 1, true);
     }
     walk(Walk::query_gradient, true);
     if constexpr (scaled) find_shifts();
-    if (args().plan.segments > 1) {
-      walk(Walk::query_state, true);
-      scan(args().causal ? ScanKind::suffix : total, args().last_cotangent, -1, true);
+    const auto of_keys = [&](bool of_values, bool wants_keys, bool wants_values) {
+      Call::use_window(args(), of_values);
+      args().wants_keys = wants_keys;
+      args().wants_values = wants_values;
+      if (args().plan.segments > 1) {
+        walk(Walk::query_state, true);
+        scan(args().causal ? ScanKind::suffix : total, args().last_cotangent, -1, true);
+      }
+      walk(Walk::key_gradient, true);
+    };
+    if (args().plan.tiles == 1) {
+      of_keys(false, true, true);
+    } else {
+      of_keys(true, false, true);
+      of_keys(false, true, false);
     }
-    walk(Walk::key_gradient, true);
-    const auto gradients = call.gradients({});
     if (gradients.query_parameter.present())
       sum(gradients.query_parameter, args().query_parameter_parts, args().group);
     if (gradients.key_parameter.present())
@@ -107,7 +121,9 @@ class EmulatedPass {
           team.barrier();
           LinAttn::detail::ArenaCursor arena(memory);
           const LinAttn::detail::Tiles<A> tiles(arena, args(), kind, transposed, scaled);
-          LinAttn::detail::Walker<Team, T, QueryMap, KeyMap> walker(team, args(), tiles,
+          if (tiles.one && rank == 0) *tiles.one = A(1);
+          team.barrier();
+          LinAttn::detail::Walker<Team, A, QueryMap, KeyMap> walker(team, args(), tiles,
                                                                     transposed);
           for (std::int64_t task = worker; task < args().tasks; task += args().plan.workers)
             walker.run(kind, task);
@@ -127,14 +143,14 @@ class EmulatedPass {
   template <class Edge>
   void scan(ScanKind kind, const Edge& edge, int sign, bool transposed) {
     const LinAttn::detail::ScanStates<ExecSpace, A, scaled> kernel{
-        args().states,   edge,      sign,           kind, transposed, args().plan.segments,
-        args().features, args().dv, args().kv_heads};
-    launch(units() * kernel.blocks(), kernel);
+        args().states,   edge,      sign,          kind,           transposed, args().plan.segments,
+        args().features, args().dv, args().window, args().kv_heads};
+    launch(units() * args().window.tiles * kernel.blocks(), kernel);
   }
   void find_shifts() {
     if (args().shift_entries == 0) return;
-    launch(units() * args().shift_entries,
-           LinAttn::detail::FindShifts<ExecSpace, T, QueryMap, KeyMap>{args()});
+    const LinAttn::detail::FindShifts<A, QueryMap, KeyMap> find{args()};
+    for (std::int64_t index = 0; index < units() * args().shift_entries; ++index) find(index);
     launch(units(), LinAttn::detail::ScanShifts<ExecSpace>{
                         args().shift_table, args().initial.shifts, args().shift_entries,
                         args().kv_heads, args().features});
@@ -146,12 +162,12 @@ class EmulatedPass {
                                                                gradient.stride(0),
                                                                args().sequences,
                                                                args().kv_heads,
-                                                               args().plan.segments,
+                                                               args().plan.segments * args().window.tiles,
                                                                group};
     for (std::int64_t head = 0; head < gradient.extent(0); ++head) kernel(head);
   }
 
-  LinAttn::detail::Call<T, ExecSpace, V> m_call;
+  Call m_call;
   Arena<ExecSpace> m_arena;
   int m_team_size;
 };

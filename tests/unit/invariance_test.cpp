@@ -66,6 +66,57 @@ TYPED_TEST(Invariance, KeysAreASetWithoutAMask) {
   EXPECT_TRUE((agrees<T, V>(permuted, found, expected, options.chunk)));
 }
 
+// Windows of a state, whatever their number, change no bit: masks, members, states and segments included.
+TYPED_TEST(Invariance, WindowsChangeNoBit) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  using ExecSpace = typename TypeParam::ExecSpace;
+  const auto check = [](const Case& c, Options options) {
+    options.tiles = 1;
+    const auto whole = attend<T, ExecSpace, V>(c, options);
+    for (const int tiles : {2, 3, 5}) {
+      options.tiles = tiles;
+      SCOPED_TRACE(describe(c.problem, options) + " tiles=" + std::to_string(tiles));
+      EXPECT_EQ((Attention<T, ExecSpace, V>(c, options).plan(Pass::forward).tiles),
+                std::min<int>(tiles, 50 / (64 / static_cast<int>(sizeof(T)))));
+      EXPECT_TRUE(same_bits(attend<T, ExecSpace, V>(c, options), whole));
+    }
+  };
+  for (const bool causal : {false, true})
+    for (const bool normalise : {true, false})
+      for (const int segments : {1, 2}) {
+        const Options options{.causal = causal, .normalise = normalise, .segments = segments};
+        check(random_case<T, V>({1, 4, 2, 37, 50, 41, 50}, options), options);
+        Case stateful = random_case<T, V>({1, 2, 1, 20, 35, 41, 50}, options);
+        Random random(seed());
+        stateful.initial = StateValues{random.normals(41 * 50), random.uniforms(41, 1, 2), {}};
+        if (is_scaled<V>)
+          for (int d = 0; d < 41; ++d) stateful.initial->shift.push_back(d % 5 - 2);
+        stateful.last_cotangent = StateValues{random.normals(41 * 50), random.normals(41), {}};
+        stateful.wants_last = true;
+        for (int n = 0; n < 35; ++n) stateful.key_mask.push_back(static_cast<std::uint8_t>(n % 4 != 1));
+        check(stateful, options);
+      }
+}
+
+// Rows that can serve where they lie give the bits of rows that must be copied first.
+TYPED_TEST(Invariance, PlacesChangeNoBit) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  using ExecSpace = typename TypeParam::ExecSpace;
+  for (const bool causal : {false, true})
+    for (const bool normalise : {true, false}) {
+      const Options options{.causal = causal, .normalise = normalise};
+      const Case c = random_case<T, V>({1, 2, 2, 70, 70, 64, 32}, options);
+      const auto in_place = attend<T, ExecSpace, V>(c, options);
+      for (const Layout layout : {Layout::left, Layout::gaps, Layout::transposed}) {
+        Arrangement at;
+        at.q = at.k = at.v = at.o = at.d_o = at.d_q = at.d_k = at.d_v = layout;
+        EXPECT_TRUE(same_bits(attend<T, ExecSpace, V>(c, options, at), in_place)) << describe(c.problem, options);
+      }
+    }
+}
+
 // A batch is many calls.
 TYPED_TEST(Invariance, BatchesAreIndependent) {
   using T = typename TypeParam::T;

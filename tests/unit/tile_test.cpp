@@ -20,6 +20,7 @@ using LinAttn::test_support::Random;
 /// One thread that takes the paths of a device.
 struct LoneDeviceTeam {
   static constexpr bool on_host = false;
+  static constexpr bool allow_tf32 = false;
   int rank() const { return 0; }
   int size() const { return 1; }
   void barrier() const {}
@@ -83,32 +84,47 @@ class TileProducts : public ::testing::Test {
     Aligned<T> a, b;
   };
 
-  static void check(int m, int n, const std::vector<const Operands*>& operands, Store store,
-                    bool lower_only) {
-    const int rows = padded_rows(m), ldc = padded_columns<T>(n) + tile_columns<T>;
+  struct Wish {
+    Store store = Store::overwrite;
+    bool lower_only = false;
+    bool transposed = false;
+    bool divided = false;
+  };
+
+  static void check(int m, int n, const std::vector<const Operands*>& operands, const Wish& wish) {
+    const int rows = padded_rows(std::max(m, n)), ldc = padded_columns<T>(std::max(m, n)) + tile_columns<T>;
     Random random(LinAttn::test_support::seed() + 1);
     Aligned<T> c(static_cast<std::size_t>(rows) * static_cast<std::size_t>(ldc));
     Aligned<T> low(static_cast<std::size_t>(rows) * static_cast<std::size_t>(ldc));
+    Aligned<T> divisor(static_cast<std::size_t>(rows));
+    const auto at = [&](int i, int j) { return wish.transposed ? j * ldc + i : i * ldc + j; };
     std::vector<T> expected(static_cast<std::size_t>(m * n));
-    for (int i = 0; i < m; ++i)
+    for (int i = 0; i < m; ++i) {
+      divisor.data[i] = static_cast<T>(random.integer(1, 4));
       for (int j = 0; j < n; ++j) {
-        c.data[i * ldc + j] = static_cast<T>(random.integer(-9, 9));
+        c.data[at(i, j)] = static_cast<T>(random.integer(-9, 9));
         T& sum = expected[static_cast<std::size_t>(i * n + j)];
-        if (store != Store::overwrite) sum = c.data[i * ldc + j];
+        if (wish.store != Store::overwrite) sum = c.data[at(i, j)];
         for (const Operands* o : operands) sum += o->element(i, j);
+        if (wish.divided) sum /= divisor.data[i];
       }
-    const typename C::Team team;
-    const Target<T> target{c.data, ldc, store, low.data, lower_only};
-    if (operands.size() == 1)
-      multiply(team, m, n, operands[0]->product(), target);
-    else
-      multiply(team, m, n, operands[0]->product(), operands[1]->product(), target);
+    }
+    const typename C::Team team{};
+    const Target<T> target{.c = c.data,
+                           .ldc = ldc,
+                           .store = wish.store,
+                           .low = low.data,
+                           .lower_only = wish.lower_only,
+                           .transposed = wish.transposed,
+                           .divisor = wish.divided ? divisor.data : nullptr};
+    ProductSum<T> sum;
+    for (const Operands* o : operands) sum.add(o->product());
+    multiply(team, m, n, sum, target);
     for (int i = 0; i < m; ++i)
-      for (int j = 0; j < (lower_only ? std::min(i + 1, n) : n); ++j)
-        ASSERT_EQ(c.data[i * ldc + j] - low.data[i * ldc + j],
-                  expected[static_cast<std::size_t>(i * n + j)])
+      for (int j = 0; j < (wish.lower_only ? std::min(i + 1, n) : n); ++j)
+        ASSERT_EQ(c.data[at(i, j)] - low.data[at(i, j)], expected[static_cast<std::size_t>(i * n + j)])
             << i << " " << j << " of " << m << "x" << n << "x" << operands[0]->inner << " band "
-            << static_cast<int>(operands[0]->band) << " store " << static_cast<int>(store);
+            << static_cast<int>(operands[0]->band) << " store " << static_cast<int>(wish.store);
   }
 };
 
@@ -127,7 +143,7 @@ TYPED_TEST(TileProducts, AllTerms) {
       for (const int inner : {0, 1, 5, 64})
         for (const bool transposed : {false, true}) {
           const Operands operands(random, m, n, inner, Band::all, transposed);
-          for (const Store store : all_stores) this->check(m, n, {&operands}, store, false);
+          for (const Store store : all_stores) this->check(m, n, {&operands}, {.store = store});
         }
 }
 
@@ -139,11 +155,12 @@ TYPED_TEST(TileProducts, Bands) {
       for (const Band band : {Band::lower, Band::upper})
         for (const bool transposed : {false, true}) {
           const Operands operands(random, size, n, size, band, transposed);
-          for (const Store store : all_stores) this->check(size, n, {&operands}, store, false);
+          for (const Store store : all_stores) this->check(size, n, {&operands}, {.store = store});
         }
 }
 
-TYPED_TEST(TileProducts, SumsOfTwo) {
+// Sums of two and three products; the third has a single term, the same row for all or one row each.
+TYPED_TEST(TileProducts, SumsOfSeveral) {
   using Operands = typename TestFixture::Operands;
   Random random(LinAttn::test_support::seed());
   for (const int size : {1, 8, 13, 30})
@@ -151,8 +168,34 @@ TYPED_TEST(TileProducts, SumsOfTwo) {
       for (const Band band : {Band::lower, Band::upper}) {
         const Operands first(random, size, 19, inner, Band::all, false);
         const Operands second(random, size, 19, size, band, band == Band::upper);
-        for (const Store store : all_stores) this->check(size, 19, {&first, &second}, store, false);
+        const Operands third(random, size, 19, 1, Band::all, true);
+        for (const Store store : all_stores) {
+          this->check(size, 19, {&first, &second}, {.store = store});
+          this->check(size, 19, {&first, &second, &third}, {.store = store});
+        }
       }
+}
+
+TYPED_TEST(TileProducts, TransposedTargets) {
+  using Operands = typename TestFixture::Operands;
+  Random random(LinAttn::test_support::seed());
+  for (const int m : {1, 16, 37})
+    for (const int n : {1, 8, 16, 21})
+      for (const int inner : {0, 3, 40}) {
+        const Operands operands(random, m, n, inner, Band::all, false);
+        for (const Store store : {Store::overwrite, Store::add})
+          this->check(m, n, {&operands}, {.store = store, .transposed = true});
+      }
+}
+
+TYPED_TEST(TileProducts, DividedRows) {
+  using Operands = typename TestFixture::Operands;
+  Random random(LinAttn::test_support::seed());
+  for (const int m : {1, 9, 16})
+    for (const int n : {5, 32, 50}) {
+      const Operands operands(random, m, n, 12, Band::all, false);
+      this->check(m, n, {&operands}, {.divided = true});
+    }
 }
 
 TYPED_TEST(TileProducts, LowerTriangleOnly) {
@@ -161,14 +204,14 @@ TYPED_TEST(TileProducts, LowerTriangleOnly) {
   for (const int size : {1, 3, 8, 9, 31, 64})
     for (const int inner : {1, 9, 40}) {
       const Operands operands(random, size, size, inner, Band::all, false);
-      this->check(size, size, {&operands}, Store::overwrite, true);
+      this->check(size, size, {&operands}, {.lower_only = true});
     }
 }
 
 // A compensated sum of many small parts keeps what a plain one loses.
 TYPED_TEST(TileProducts, CompensatedSums) {
   using T = typename TypeParam::T;
-  const typename TypeParam::Team team;
+  const typename TypeParam::Team team{};
   const int ld = tile_columns<T>;
   Aligned<T> a(static_cast<std::size_t>(tile_rows * ld)),
       b(static_cast<std::size_t>(tile_rows * ld));
@@ -187,7 +230,7 @@ TYPED_TEST(TileProducts, CompensatedSums) {
 
 TYPED_TEST(TileProducts, Transposes) {
   using T = typename TypeParam::T;
-  const typename TypeParam::Team team;
+  const typename TypeParam::Team team{};
   for (const int rows : {1, 5, 16, 40})
     for (const int columns : {1, 8, 17, 33}) {
       const int ld_from = padded_columns<T>(columns),
@@ -205,19 +248,74 @@ TYPED_TEST(TileProducts, Transposes) {
 
 TYPED_TEST(TileProducts, RowSums) {
   using T = typename TypeParam::T;
-  const typename TypeParam::Team team;
-  for (int blocks = 1; blocks < 6; ++blocks) {
-    const int n = blocks * tile_columns<T>;
-    Aligned<T> a(static_cast<std::size_t>(n)), b(static_cast<std::size_t>(n));
-    T product = 0, sum = 0;
-    for (int i = 0; i < n; ++i) {
-      a.data[i] = static_cast<T>(i % 7 - 3);
-      b.data[i] = static_cast<T>(i % 5 - 1);
-      product += a.data[i] * b.data[i];
-      sum += a.data[i];
-    }
-    EXPECT_EQ(row_dot(team, a.data, b.data, n), product);
-    EXPECT_EQ(row_sum(team, a.data, n), sum);
+  const typename TypeParam::Team team{};
+  Random random(LinAttn::test_support::seed());
+  for (const int rows : {1, 7, 16, 19})
+    for (const int blocks : {1, 2, 5})
+      for (const bool one_row : {false, true})
+        for (const bool with_more : {false, true}) {
+          const int n = blocks * tile_columns<T>, ld = n + tile_columns<T>, more_n = tile_columns<T>;
+          const auto size = static_cast<std::size_t>(padded_rows(rows) * ld);
+          Aligned<T> a(size), b(size), more(size), out(static_cast<std::size_t>(padded_rows(rows)));
+          for (std::size_t i = 0; i < size; ++i) {
+            a.data[i] = static_cast<T>(random.integer(-9, 9));
+            b.data[i] = static_cast<T>(random.integer(-9, 9));
+            more.data[i] = static_cast<T>(random.integer(-9, 9));
+          }
+          RowSums<T> sums{a.data, ld, b.data, one_row ? 0 : ld, n};
+          if (with_more) {
+            sums.more = more.data;
+            sums.ld_more = ld;
+            sums.more_n = more_n;
+          }
+          sum_rows(team, rows, sums, out.data);
+          for (int r = 0; r < rows; ++r) {
+            T expected = 0;
+            for (int j = 0; j < n; ++j) expected += a.data[r * ld + j] * b.data[(one_row ? 0 : r) * ld + j];
+            for (int j = 0; with_more && j < more_n; ++j) expected += more.data[r * ld + j];
+            ASSERT_EQ(out.data[r], expected) << r << " of " << rows;
+          }
+        }
+}
+
+// Terms on and below the diagonal, and nothing of what lies above it, whatever that is.
+TYPED_TEST(TileProducts, LowerTriangle) {
+  using T = typename TypeParam::T;
+  const typename TypeParam::Team team{};
+  for (const int rows : {1, 8, 17, 40})
+    for (const int first : {0, 3})
+      for (const bool with_terms : {false, true}) {
+        const int padded = padded_columns<T>(rows), ld = padded + tile_columns<T>;
+        Aligned<T> tile(static_cast<std::size_t>(padded_rows(rows) * ld));
+        Aligned<T> terms(static_cast<std::size_t>(padded_rows(rows)));
+        for (int i = 0; i < rows; ++i) {
+          terms.data[i] = static_cast<T>(i + 1);
+          for (int j = 0; j < padded; ++j)
+            tile.data[i * ld + j] = j <= i ? static_cast<T>(10 * i + j) : std::numeric_limits<T>::quiet_NaN();
+        }
+        keep_lower_triangle<typename TypeParam::Team, T>(team, rows, first, padded, tile.data, ld,
+                                                         with_terms ? terms.data : nullptr);
+        for (int i = 0; i < rows; ++i)
+          for (int j = 0; j < padded; ++j)
+            ASSERT_EQ(tile.data[i * ld + j],
+                      j <= i && i >= first ? static_cast<T>(10 * i + j + (with_terms ? i + 1 : 0)) : T(0))
+                << i << " " << j;
+      }
+}
+
+// Rows that lie ahead are asked for each once, in any portions.
+TEST(RowsAhead, AsksForEveryLineOnce) {
+  std::vector<char> memory(64 * 100);
+  for (const int portion : {1, 3, 1000}) {
+    RowsAhead ahead;
+    ahead.add(memory.data(), 640, 3, 100, false);
+    ahead.add(memory.data(), 64, 5, 64, true);
+    ahead.add(memory.data(), 64, 0, 64, true);
+    EXPECT_EQ(ahead.lines(), 3 * 2 + 5);
+    for (int n = 0; n < 20; ++n) ahead.advance(portion);
+    ahead.clear();
+    EXPECT_EQ(ahead.lines(), 0);
+    ahead.advance(portion);
   }
 }
 

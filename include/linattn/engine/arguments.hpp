@@ -53,6 +53,16 @@ struct StoredTensor {
   Storage storage = Storage::native;
 
   StoredTensor() = default;
+  /// Without positions: (batch, head) -> row.
+  template <class U, class ExecSpace>
+  explicit StoredTensor(const TensorRef<U, 3, ExecSpace>& t)
+      : data(const_cast<std::remove_const_t<U>*>(t.data())),
+        batch_stride(t.stride(0)),
+        head_stride(t.stride(1)),
+        element_stride(t.stride(2)),
+        storage(storage_of<std::remove_const_t<U>>) {
+    static_assert(std::is_same_v<accumulator_t<U>, A>);
+  }
   template <class U, class ExecSpace>
   explicit StoredTensor(const TensorRef<U, 4, ExecSpace>& t)
       : data(const_cast<std::remove_const_t<U>*>(t.data())),
@@ -173,7 +183,7 @@ struct Arguments {
 
   std::int64_t sequences = 0, heads = 0, kv_heads = 0, group = 0, nq = 0, nk = 0;
   int d = 0, dv = 0, features = 0;
-  bool causal = false, normalise = true;
+  bool causal = false, normalise = true, allow_tf32 = false;
   A scale = A(1);
 
   Plan plan{};

@@ -24,30 +24,52 @@ class Region {
   Region& operator=(const Region&) = delete;
 };
 
-/// Workers walking all tasks of one kind.
+/// Kernels travel as launch arguments: the constant memory that large functors take otherwise would make a
+/// launch wait for the previous one.
+template <class Policy, class Kernel>
+void launch(const char* label, const Policy& policy, const Kernel& kernel) {
+  static_assert(sizeof(Kernel) < 4000, "launch arguments of a device are limited");
+  Kokkos::parallel_for(label, light_weight(policy), kernel);
+}
+
+/// kernel(worker) for each worker on the host: plain ranges, which touch nothing that threads of the caller
+/// share; one team for each worker on a device.
+template <class ExecSpace, class Kernel>
+void launch_workers(const ExecSpace& exec, const char* label, int workers, const Plan& plan, const Kernel& kernel) {
+  if constexpr (is_host_space_v<ExecSpace>) {
+    launch(label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<int>>(exec, 0, workers), kernel);
+  } else {
+    Kokkos::TeamPolicy<ExecSpace> policy(exec, workers, plan.team_size);
+    if (plan.tiles_in_scratch)
+      policy.set_scratch_size(0, Kokkos::PerTeam(static_cast<int>(plan.tile_bytes)));
+    launch(label, policy, kernel);
+  }
+}
+
+/// Workers walking all tasks of one kind. On the host a worker is an index, on a device a team.
 template <class ExecSpace, Walk Kind, class A, class QueryMap, class KeyMap>
 struct WalkKernel {
   using Args = Arguments<A, QueryMap, KeyMap>;
-  using Member = typename Kokkos::TeamPolicy<ExecSpace>::member_type;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
 
   Args args;
   bool transposed;
+  int workers;
 
+  KOKKOS_FUNCTION void operator()(int worker) const { work(worker, HostTeam{}, nullptr); }
+
+  template <class Member>
+    requires requires(const Member& member) { member.league_rank(); }
   KOKKOS_FUNCTION void operator()(const Member& member) const {
-    if constexpr (is_host_space_v<ExecSpace>)
-      work(member, HostTeam{});
-    else
-      work(member, DeviceTeam<Member>{member});
+    std::byte* scratch = args.plan.tiles_in_scratch
+                             ? static_cast<std::byte*>(member.team_shmem().get_shmem(args.plan.tile_bytes))
+                             : nullptr;
+    work(member.league_rank(), DeviceTeam<Member>{member, args.allow_tf32}, scratch);
   }
 
   template <class Team>
-  KOKKOS_FUNCTION void work(const Member& member, const Team& team) const {
-    std::byte* memory = args.worker_memory + member.league_rank() * args.plan.tile_bytes;
-    if constexpr (!Team::on_host) {
-      if (args.plan.tiles_in_scratch)
-        memory = static_cast<std::byte*>(member.team_shmem().get_shmem(args.plan.tile_bytes));
-    }
+  KOKKOS_FUNCTION void work(int worker, const Team& team, std::byte* scratch) const {
+    std::byte* memory = scratch ? scratch : args.worker_memory + worker * static_cast<std::int64_t>(args.plan.tile_bytes);
     // padding takes part in vector arithmetic and must hold numbers
     for_each(team, static_cast<int>(args.plan.tile_bytes / sizeof(int)),
              [&](int i) { reinterpret_cast<int*>(memory)[i] = 0; });
@@ -57,10 +79,141 @@ struct WalkKernel {
     if (tiles.one && team.rank() == 0) *tiles.one = A(1);
     team.barrier();
     Walker<Team, A, QueryMap, KeyMap> walker(team, args, tiles, transposed);
-    for (std::int64_t task = member.league_rank(); task < args.tasks; task += member.league_size())
-      walker.run(Kind, task);
+    for (std::int64_t task = worker; task < args.tasks; task += workers) walker.run(Kind, task);
   }
 };
+
+// ---- checks of what the caller gave -----------------------------------------------------------
+
+template <class Tensor>
+void require_shape(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
+  std::string shape = "(";
+  bool same = tensor.present();
+  for (int r = 0; r < Tensor::rank; ++r) {
+    shape += (r ? ", " : "") + std::to_string(expected[r]);
+    same = same && tensor.extent(r) == expected[r];
+  }
+  if (!same)
+    throw InvalidArgument(message("LinAttn: ", name, " must have shape ", shape, "), found ",
+                                  tensor.present() ? tensor.shape() : std::string("nothing")));
+}
+
+template <class Tensor>
+void require_output(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
+  require_shape(name, tensor, expected);
+  for (int r = 0; r < Tensor::rank; ++r)
+    if (tensor.extent(r) == 0) return;  // strides of a View without elements mean nothing
+  for (int r = 0; r < Tensor::rank; ++r)
+    if (tensor.extent(r) > 1 && tensor.stride(r) == 0)
+      throw InvalidArgument(message("LinAttn: ", name, " is written and cannot be a broadcast View ",
+                                    "(stride 0 in dimension ", r, " of ", tensor.shape(), ")"));
+}
+
+/// Checks the offsets of packed sequences and enters them into the problem.
+inline void read_offsets(const SequenceOffsets& q, const SequenceOffsets& k, Problem& problem) {
+  if (!q.present() && !k.present()) return;
+  if (!q.present() || !k.present())
+    throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k are given together or not at all, found only ",
+                                  q.present() ? "cu_seqlens_q" : "cu_seqlens_k"));
+  if (problem.batch != 1)
+    throw InvalidArgument(message("LinAttn: cu_seqlens needs B = 1, found B = ", problem.batch));
+  if (q.extent(0) != k.extent(0) || q.extent(0) < 1)
+    throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k need the same number of at least one ",
+                                  "offset, found ", q.extent(0), " and ", k.extent(0)));
+  const auto longest = [&](const char* name, const SequenceOffsets& offsets, std::int64_t total) {
+    const std::int64_t count = offsets.extent(0);
+    if (count > 1 && offsets.stride(0) != 1)
+      throw InvalidArgument(message("LinAttn: ", name, " must be contiguous, found stride ", offsets.stride(0)));
+    if (offsets(0) != 0)
+      throw InvalidArgument(message("LinAttn: ", name, " must start at 0, found ", offsets(0)));
+    std::int64_t largest = 0;
+    for (std::int64_t m = 1; m < count; ++m) {
+      const std::int64_t extent = offsets(m) - offsets(m - 1);
+      if (extent < 0)
+        throw InvalidArgument(message("LinAttn: ", name, " must not decrease, found ", offsets(m - 1), " then ",
+                                      offsets(m), " at entry ", m));
+      largest = std::max(largest, extent);
+    }
+    if (offsets(count - 1) != total)
+      throw InvalidArgument(message("LinAttn: ", name, " must end at ", total, ", found ", offsets(count - 1)));
+    return largest;
+  };
+  problem.longest_q = longest("cu_seqlens_q", q, problem.nq);
+  problem.longest_k = longest("cu_seqlens_k", k, problem.nk);
+  problem.members = q.extent(0) - 1;
+}
+
+template <class ExecSpace, class T>
+Problem problem_of(const Inputs<ExecSpace, T>& in) {
+  for (const auto& [name, tensor] : {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}})
+    if (!tensor->present()) throw InvalidArgument(message("LinAttn: input ", name, " is missing"));
+  Problem p;
+  p.batch = in.q.extent(0);
+  p.heads = in.q.extent(1);
+  p.kv_heads = in.k.extent(1);
+  p.nq = in.q.extent(2);
+  p.nk = in.k.extent(2);
+  p.d = in.q.extent(3);
+  p.dv = in.v.extent(3);
+  require_shape("k", in.k, {p.batch, p.kv_heads, p.nk, p.d});
+  require_shape("v", in.v, {p.batch, p.kv_heads, p.nk, p.dv});
+  read_offsets(in.cu_seqlens_q, in.cu_seqlens_k, p);
+  if (in.key_mask.present()) {
+    require_shape("key_mask", in.key_mask, {p.batch, p.nk});
+    if (p.packed())
+      throw InvalidArgument("LinAttn: key_mask and cu_seqlens cannot be combined");
+  }
+  return p;
+}
+
+/// A state of the caller, checked, for kernels; nothing where none was given.
+template <class StateRef, class Caller>
+void bind_state(const char* name, const StateRef& state, std::int64_t sequences, std::int64_t kv_heads,
+                std::int64_t features, std::int64_t dv, bool scaled, Caller& caller) {
+  if (!state.S.present() && !state.z.present() && !state.shift.present()) return;
+  const auto require = [&](const char* part, const auto& tensor, const auto& shape) {
+    if constexpr (std::is_const_v<typename std::remove_cvref_t<decltype(tensor)>::value_type>)
+      require_shape(message(part, " of the ", name).c_str(), tensor, shape);
+    else
+      require_output(message(part, " of the ", name).c_str(), tensor, shape);
+  };
+  const std::array<std::int64_t, 3> per_feature{sequences, kv_heads, features};
+  require("S", state.S, std::array<std::int64_t, 4>{sequences, kv_heads, features, dv});
+  require("z", state.z, per_feature);
+  caller.values = decltype(caller.values)(state.S);
+  caller.sums = decltype(caller.sums)(state.z);
+  if (scaled) {
+    require("shift", state.shift, per_feature);
+    caller.shifts = decltype(caller.shifts)(state.shift);
+  }
+  caller.present = true;
+}
+
+inline void require_rows(const Problem& problem, std::int64_t features) {
+  constexpr std::int64_t largest = 1 << 16;
+  if (features > largest || problem.d > largest || problem.dv > largest)
+    throw InvalidArgument(message("LinAttn: rows of at most ", largest, " entries are supported, found D=", problem.d,
+                                  " features=", features, " Dv=", problem.dv));
+}
+
+template <class A>
+A finite_scale(double scale) {
+  const A rounded = static_cast<A>(scale);
+  if (!(rounded - rounded == A(0)))
+    throw InvalidArgument(
+        message("LinAttn: scale must be finite in the precision of the sums, found ", scale));
+  return rounded;
+}
+
+template <class ExecSpace>
+MachineTraits machine_of(const ExecSpace& exec) {
+  MachineTraits machine;
+  machine.host = is_host_space_v<ExecSpace>;
+  machine.concurrency = concurrency(exec);
+  if (!machine.host)
+    machine.scratch_bytes = static_cast<std::size_t>(Kokkos::TeamPolicy<ExecSpace>::scratch_size_max(0));
+  return machine;
+}
 
 /// One call of one pass: everything between the public function and the kernels, for sums of type A and
 /// any storage that is summed in it.
@@ -81,15 +234,7 @@ class Call {
         m_args{.query_map = variant.query_map(), .key_map = variant.key_map()} {
     problem.validate(options.causal);
     const std::int64_t features = validate_variant<ExecSpace>(variant, problem);
-    constexpr std::int64_t largest_row = 1 << 16;
-    if (features > largest_row || problem.d > largest_row || problem.dv > largest_row)
-      throw InvalidArgument(message("LinAttn: rows of at most ", largest_row,
-                                    " entries are supported, found D=", problem.d, " features=",
-                                    features, " Dv=", problem.dv));
-    const A scale = static_cast<A>(options.scale);
-    if (!(scale - scale == A(0)))
-      throw InvalidArgument(message("LinAttn: scale must be finite in the precision of the sums, found ",
-                                    options.scale));
+    require_rows(problem, features);
     m_args.sequences = problem.sequences();
     m_args.heads = problem.heads;
     m_args.kv_heads = problem.kv_heads;
@@ -101,12 +246,8 @@ class Call {
     m_args.features = static_cast<int>(features);
     m_args.causal = options.causal;
     m_args.normalise = options.normalise.value_or(V::normalise_by_default);
-    m_args.scale = scale;
-    MachineTraits machine;
-    machine.host = is_host_space_v<ExecSpace>;
-    machine.concurrency = concurrency(exec);
-    if (!machine.host)
-      machine.scratch_bytes = static_cast<std::size_t>(Kokkos::TeamPolicy<ExecSpace>::scratch_size_max(0));
+    m_args.scale = finite_scale<A>(options.scale);
+    m_args.allow_tf32 = options.allow_tf32;
     m_args.q.storage = storage;
     PlanRequest request;
     request.pass = pass;
@@ -114,6 +255,7 @@ class Call {
     request.features = features;
     request.chunk = options.chunk;
     request.segments = options.segments;
+    request.tiles = options.tiles;
     request.granule = tile_columns<A>;
     request.windows = pass == Pass::forward || !(RowFeatureMap<QueryMap> || RowFeatureMap<KeyMap>);
     request.exact = sizeof(A) >= 8;
@@ -122,7 +264,7 @@ class Call {
       trial.plan = plan;
       return worker_bytes(trial);
     };
-    m_args.plan = make_plan(problem, machine, request);
+    m_args.plan = make_plan(problem, machine_of(exec), request);
     constexpr std::int64_t largest = std::numeric_limits<int>::max();
     const std::int64_t state = std::max(std::int64_t(padded_rows(features)) * padded_columns<A>(problem.dv),
                                         std::int64_t(padded_rows(problem.dv)) * padded_columns<A>(features));
@@ -161,7 +303,21 @@ class Call {
   template <class T>
   void bind(const Inputs<ExecSpace, T>& inputs, const Saved<ExecSpace, T>& saved);
   template <class StateRef, class Caller>
-  void bind_state(const char* name, const StateRef& state, Caller& caller);
+  void enter_state(const char* name, const StateRef& state, Caller& caller) {
+    bind_state(name, state, m_args.sequences, m_args.kv_heads, m_args.features, m_args.dv, scaled, caller);
+  }
+
+  /// The windows of the plan, over the columns or the features of the state.
+  static void use_window(Args& args, bool of_values) {
+    Window& w = args.window;
+    const int columns = of_values ? args.dv : args.features;
+    const int width = static_cast<int>(window_width(columns, args.plan.tiles, tile_columns<A>));
+    w.of_values = of_values;
+    w.tiles = width == 0 ? 1 : (columns + width - 1) / width;
+    w.features = of_values ? args.features : width;
+    w.values = of_values ? width : args.dv;
+    args.tasks = args.sequences * args.kv_heads * w.tiles * args.plan.segments;
+  }
 
   void launch_forward() {
     if (units() == 0 || (m_args.nq == 0 && !m_args.last.present)) return;
@@ -196,18 +352,6 @@ class Call {
   }
 
  private:
-  /// The windows of the plan, over the columns or the features of the state.
-  static void use_window(Args& args, bool of_values) {
-    Window& w = args.window;
-    const int columns = of_values ? args.dv : args.features;
-    const int width = static_cast<int>(window_width(columns, args.plan.tiles, tile_columns<A>));
-    w.of_values = of_values;
-    w.tiles = width == 0 ? 1 : (columns + width - 1) / width;
-    w.features = of_values ? args.features : width;
-    w.values = of_values ? width : args.dv;
-    args.tasks = args.sequences * args.kv_heads * w.tiles * args.plan.segments;
-  }
-
   /// body() with each window that the pass uses.
   template <class Body>
   void for_each_window(Args& args, const Body& body) const {
@@ -301,10 +445,8 @@ class Call {
   template <Walk Kind>
   void walk(const char* label, bool transposed) {
     const int workers = static_cast<int>(std::min<std::int64_t>(m_args.tasks, m_args.plan.workers));
-    Kokkos::TeamPolicy<ExecSpace> policy(m_exec, workers, m_args.plan.team_size);
-    if (m_args.plan.tiles_in_scratch)
-      policy.set_scratch_size(0, Kokkos::PerTeam(static_cast<int>(m_args.plan.tile_bytes)));
-    launch(label, policy, WalkKernel<ExecSpace, Kind, A, QueryMap, KeyMap>{m_args, transposed});
+    launch_workers(m_exec, label, workers, m_args.plan,
+                   WalkKernel<ExecSpace, Kind, A, QueryMap, KeyMap>{m_args, transposed, workers});
   }
 
   void scan(const char* label, ScanKind kind, const CallerState<const A, const int>& edge, int edge_sign,
@@ -324,8 +466,8 @@ class Call {
 
   void find_shifts() {
     if (m_args.shift_entries == 0) return;
-    launch_teams("LinAttn::backward::find_shifts", units() * m_args.shift_entries,
-                 FindShifts<ExecSpace, A, QueryMap, KeyMap>{m_args});
+    launch_indices("LinAttn::backward::find_shifts", units() * m_args.shift_entries,
+                   FindShifts<A, QueryMap, KeyMap>{m_args});
     launch_teams("LinAttn::backward::scan_shifts", units(),
                  ScanShifts<ExecSpace>{m_args.shift_table, m_args.initial.shifts, m_args.shift_entries,
                                        m_args.kv_heads, m_args.features});
@@ -340,14 +482,6 @@ class Call {
 
   std::int64_t units() const { return m_args.sequences * m_args.kv_heads; }
 
-  /// Kernels travel as launch arguments: the constant memory that large functors take otherwise would
-  /// make a launch wait for the previous one.
-  template <class Policy, class Kernel>
-  static void launch(const char* label, const Policy& policy, const Kernel& kernel) {
-    static_assert(sizeof(Kernel) < 4000, "launch arguments of a device are limited");
-    Kokkos::parallel_for(label, light_weight(policy), kernel);
-  }
-
   template <class Kernel>
   void launch_teams(const char* label, std::int64_t teams, const Kernel& kernel) {
     if (teams > std::numeric_limits<int>::max())
@@ -355,6 +489,15 @@ class Call {
                                     " are more than one kernel can have; use longer chunks"));
     launch(label, Kokkos::TeamPolicy<ExecSpace>(m_exec, static_cast<int>(teams), m_args.plan.team_size, 1),
            kernel);
+  }
+
+  /// kernel(i) for each index on the host, one team for each on a device.
+  template <class Kernel>
+  void launch_indices(const char* label, std::int64_t count, const Kernel& kernel) {
+    if constexpr (is_host_space_v<ExecSpace>)
+      launch(label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, count), kernel);
+    else
+      launch_teams(label, count, kernel);
   }
 
   void sum_parts(const char* label, const TensorRef<double, 1, ExecSpace>& gradient,
@@ -374,89 +517,6 @@ class Call {
   Pass m_pass;
   Args m_args;
 };
-
-// ---- checks of what the caller gave -----------------------------------------------------------
-
-template <class Tensor>
-void require_shape(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
-  std::string shape = "(";
-  bool same = tensor.present();
-  for (int r = 0; r < Tensor::rank; ++r) {
-    shape += (r ? ", " : "") + std::to_string(expected[r]);
-    same = same && tensor.extent(r) == expected[r];
-  }
-  if (!same)
-    throw InvalidArgument(message("LinAttn: ", name, " must have shape ", shape, "), found ",
-                                  tensor.present() ? tensor.shape() : std::string("nothing")));
-}
-
-template <class Tensor>
-void require_output(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
-  require_shape(name, tensor, expected);
-  for (int r = 0; r < Tensor::rank; ++r)
-    if (tensor.extent(r) == 0) return;  // strides of a View without elements mean nothing
-  for (int r = 0; r < Tensor::rank; ++r)
-    if (tensor.extent(r) > 1 && tensor.stride(r) == 0)
-      throw InvalidArgument(message("LinAttn: ", name, " is written and cannot be a broadcast View ",
-                                    "(stride 0 in dimension ", r, " of ", tensor.shape(), ")"));
-}
-
-/// Checks the offsets of packed sequences and enters them into the problem.
-inline void read_offsets(const SequenceOffsets& q, const SequenceOffsets& k, Problem& problem) {
-  if (!q.present() && !k.present()) return;
-  if (!q.present() || !k.present())
-    throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k are given together or not at all, found only ",
-                                  q.present() ? "cu_seqlens_q" : "cu_seqlens_k"));
-  if (problem.batch != 1)
-    throw InvalidArgument(message("LinAttn: cu_seqlens needs B = 1, found B = ", problem.batch));
-  if (q.extent(0) != k.extent(0) || q.extent(0) < 1)
-    throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k need the same number of at least one ",
-                                  "offset, found ", q.extent(0), " and ", k.extent(0)));
-  const auto longest = [&](const char* name, const SequenceOffsets& offsets, std::int64_t total) {
-    const std::int64_t count = offsets.extent(0);
-    if (count > 1 && offsets.stride(0) != 1)
-      throw InvalidArgument(message("LinAttn: ", name, " must be contiguous, found stride ", offsets.stride(0)));
-    if (offsets(0) != 0)
-      throw InvalidArgument(message("LinAttn: ", name, " must start at 0, found ", offsets(0)));
-    std::int64_t largest = 0;
-    for (std::int64_t m = 1; m < count; ++m) {
-      const std::int64_t extent = offsets(m) - offsets(m - 1);
-      if (extent < 0)
-        throw InvalidArgument(message("LinAttn: ", name, " must not decrease, found ", offsets(m - 1), " then ",
-                                      offsets(m), " at entry ", m));
-      largest = std::max(largest, extent);
-    }
-    if (offsets(count - 1) != total)
-      throw InvalidArgument(message("LinAttn: ", name, " must end at ", total, ", found ", offsets(count - 1)));
-    return largest;
-  };
-  problem.longest_q = longest("cu_seqlens_q", q, problem.nq);
-  problem.longest_k = longest("cu_seqlens_k", k, problem.nk);
-  problem.members = q.extent(0) - 1;
-}
-
-template <class ExecSpace, class T>
-Problem problem_of(const Inputs<ExecSpace, T>& in) {
-  for (const auto& [name, tensor] : {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}})
-    if (!tensor->present()) throw InvalidArgument(message("LinAttn: input ", name, " is missing"));
-  Problem p;
-  p.batch = in.q.extent(0);
-  p.heads = in.q.extent(1);
-  p.kv_heads = in.k.extent(1);
-  p.nq = in.q.extent(2);
-  p.nk = in.k.extent(2);
-  p.d = in.q.extent(3);
-  p.dv = in.v.extent(3);
-  require_shape("k", in.k, {p.batch, p.kv_heads, p.nk, p.d});
-  require_shape("v", in.v, {p.batch, p.kv_heads, p.nk, p.dv});
-  read_offsets(in.cu_seqlens_q, in.cu_seqlens_k, p);
-  if (in.key_mask.present()) {
-    require_shape("key_mask", in.key_mask, {p.batch, p.nk});
-    if (p.packed())
-      throw InvalidArgument("LinAttn: key_mask and cu_seqlens cannot be combined");
-  }
-  return p;
-}
 
 template <class A, class ExecSpace, Variant V>
 template <class T>
@@ -490,30 +550,7 @@ void Call<A, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<Exe
       m_args.cu_seqlens_k = copy_offsets(in.cu_seqlens_k.data(), m_device_offsets + count, count);
     }
   }
-  bind_state("initial state", in.state, m_args.initial);
-}
-
-template <class A, class ExecSpace, Variant V>
-template <class StateRef, class Caller>
-void Call<A, ExecSpace, V>::bind_state(const char* name, const StateRef& state, Caller& caller) {
-  if (!state.S.present() && !state.z.present() && !state.shift.present()) return;
-  const std::int64_t m = m_args.sequences, h = m_args.kv_heads, r = m_args.features;
-  const auto require = [&](const char* part, const auto& tensor, const auto& shape) {
-    if constexpr (std::is_const_v<typename std::remove_cvref_t<decltype(tensor)>::value_type>)
-      require_shape(message(part, " of the ", name).c_str(), tensor, shape);
-    else
-      require_output(message(part, " of the ", name).c_str(), tensor, shape);
-  };
-  const std::array<std::int64_t, 3> per_feature{m, h, r};
-  require("S", state.S, std::array<std::int64_t, 4>{m, h, r, m_args.dv});
-  require("z", state.z, per_feature);
-  caller.values = decltype(caller.values)(state.S);
-  caller.sums = decltype(caller.sums)(state.z);
-  if constexpr (scaled) {
-    require("shift", state.shift, per_feature);
-    caller.shifts = decltype(caller.shifts)(state.shift);
-  }
-  caller.present = true;
+  enter_state("initial state", in.state, m_args.initial);
 }
 
 }  // namespace LinAttn::detail

@@ -130,30 +130,29 @@ struct ScanStates {
 };
 
 /// Largest exponent of the visible keys of each interval of chunks, for each feature (scaled maps).
-template <class ExecSpace, class A, class QueryMap, class KeyMap>
+template <class A, class QueryMap, class KeyMap>
 struct FindShifts {
-  using Member = typename Kokkos::TeamPolicy<ExecSpace>::member_type;
-
   Arguments<A, QueryMap, KeyMap> args;
 
+  KOKKOS_FUNCTION void operator()(std::int64_t index) const { work(index, HostTeam{}); }
+
+  template <class Member>
+    requires requires(const Member& member) { member.league_rank(); }
   KOKKOS_FUNCTION void operator()(const Member& member) const {
-    if constexpr (is_host_space_v<ExecSpace>)
-      work(member, HostTeam{});
-    else
-      work(member, DeviceTeam<Member>{member});
+    work(member.league_rank(), DeviceTeam<Member>{member});
   }
 
   template <class Team>
-  KOKKOS_FUNCTION void work(const Member& member, const Team& team) const {
-    const std::int64_t unit = member.league_rank() / args.shift_entries;
-    const std::int64_t entry = member.league_rank() % args.shift_entries;
+  KOKKOS_FUNCTION void work(std::int64_t index, const Team& team) const {
+    const std::int64_t unit = index / args.shift_entries;
+    const std::int64_t entry = index % args.shift_entries;
     const std::int64_t head = unit % args.kv_heads;
     const Sequence sequence = Sequence::at(args, unit / args.kv_heads);
     const Visibility visible = Visibility::of(args, sequence);
     const std::int64_t begin = entry * args.shift_interval();
     const std::int64_t end = begin + args.shift_interval() < sequence.nk ? begin + args.shift_interval()
                                                                         : sequence.nk;
-    int* table = args.shift_table + member.league_rank() * args.features;
+    int* table = args.shift_table + index * args.features;
     for_each(team, args.features, [=](int d) { table[d] = no_shift; });
     team.barrier();
     const auto map = bind_map<A>(args.key_map, head);

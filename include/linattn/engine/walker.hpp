@@ -1076,17 +1076,18 @@ class Walker {
     m_team.barrier();
   }
 
+  /// sum_j a_j b_j in the order of sum_rows().
   template <class Stride>
   KOKKOS_FUNCTION static A strided_dot(const A* a, const A* b, Stride stride, int n) {
-    constexpr int parts = 16;
+    constexpr int parts = vector_lanes<A>;
     A part[parts] = {};
     int i = 0;
     for (; i + parts <= n; i += parts)
       for (int p = 0; p < parts; ++p) part[p] += a[i + p] * b[(i + p) * stride];
-    A total = A(0);
-    for (; i < n; ++i) total += a[i] * b[i * stride];
-    for (int p = 0; p < parts; ++p) total += part[p];
-    return total;
+    for (int p = 0; i + p < n; ++p) part[p] += a[i + p] * b[(i + p) * stride];
+    for (int width = parts / 2; width > 0; width /= 2)
+      for (int p = 0; p < width; ++p) part[p] += part[p + width];
+    return part[0];
   }
 
   /// E = G V^T + e on and below the diagonal, zero above it and in rows without a query.
