@@ -53,6 +53,17 @@ struct Problem {
     if (members < -1 || (packed() && batch != 1))
       throw InvalidArgument(detail::message("LinAttn: packed sequences need B = 1, found B = ", batch,
                                             " with ", members, " members"));
+    if (packed() && (longest_q < 0 || longest_q > nq || longest_k < 0 || longest_k > nk))
+      throw InvalidArgument(detail::message("LinAttn: the longest of ", members, " packed members has ", longest_q,
+                                            " queries and ", longest_k, " keys of ", to_string()));
+    constexpr double largest = 4.6e18;  // half of what offsets of 64 bits reach
+    const auto elements = [&](std::int64_t h, std::int64_t n, std::int64_t columns) {
+      return static_cast<double>(batch) * static_cast<double>(h) * static_cast<double>(n) *
+             static_cast<double>(columns) * 8;
+    };
+    if (elements(heads, nq, d) > largest || elements(heads, nq, dv) > largest || elements(kv_heads, nk, d) > largest ||
+        elements(kv_heads, nk, dv) > largest || static_cast<double>(members) * static_cast<double>(kv_heads) > largest)
+      throw InvalidArgument(detail::message("LinAttn: no memory can hold the tensors of ", to_string()));
     if (causal && !packed() && nq > nk)
       throw InvalidArgument(detail::message("LinAttn: causal attention needs Nq <= Nk, found Nq = ", nq,
                                             " and Nk = ", nk));

@@ -587,6 +587,17 @@ inline std::string describe(const Problem& problem, const Options& options) {
   PREFIX template ::testing::AssertionResult LinAttn::test_support::agrees<T, V>(       \
       const LinAttn::test_support::Case&, const LinAttn::test_support::Outcome<T>&,     \
       const LinAttn::test_support::Expected<LinAttn::test_support::oracle_t<T>>&, int);
+#if defined(LINATTN_TEST_FEW)
+#define LINATTN_TEST_INSTANTIATE(PREFIX, V)                           \
+  LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)  \
+  LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V) \
+  LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, float, V)                \
+  LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, double, V)
+#define LINATTN_TEST_INSTANTIATE_ALL(PREFIX)          \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity) \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Elu)      \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)
+#else
 #define LINATTN_TEST_INSTANTIATE(PREFIX, V)                           \
   LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)  \
   LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V) \
@@ -602,6 +613,7 @@ inline std::string describe(const Problem& problem, const Options& options) {
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Relu)      \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Quadratic) \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)
+#endif
 
 #if !defined(LINATTN_DEFINES_TEST_INSTANTIATIONS)
 LINATTN_TEST_INSTANTIATE_ALL(extern)

@@ -311,6 +311,7 @@ TYPED_TEST(BadInput, OptionsOutOfRange) {
   expect_refusal([&] { run({.causal = true, .chunk = -1}); }, {"chunk", "found -1"});
   expect_refusal([&] { run({.causal = true, .chunk = 1 << 20}); }, {"chunk", "found 1048576"});
   expect_refusal([&] { run({.causal = true, .segments = -4}); }, {"segments", "found -4"});
+  expect_refusal([&] { run({.causal = true, .tiles = -2}); }, {"tiles", "found -2"});
   expect_refusal([&] { run({.scale = std::numeric_limits<double>::infinity()}); },
                  {"scale", "inf"});
   expect_refusal([&] { run({.scale = std::numeric_limits<double>::quiet_NaN()}); },
@@ -333,6 +334,22 @@ TYPED_TEST(BadInput, ExtentsOfAProblem) {
   ask({2, 4, 2, 14, 13, 5, 3}, true, {"Nq = 14", "Nk = 13"});
   ask({2, 4, 2, 11, 13, 70000, 3}, false, {"D=70000"});
   ask({2, 4, 2, 11, 13, 5, 70000}, false, {"Dv=70000"});
+  ask({std::int64_t(1) << 62, 4, 2, 11, 13, 5, 3}, false, {"no memory", "B=4611686018427387904"});
+  ask({2, 4, 2, std::int64_t(1) << 60, std::int64_t(1) << 60, 5, 3}, true, {"no memory", "Nq=1152921504606846976"});
+  ask({1, 4, 2, 11, 13, 5, 3, 4, -1, 2}, false, {"4 packed members", "-1 queries"});
+  ask({1, 4, 2, 11, 13, 5, 3, 4, 3, 14}, false, {"4 packed members", "14 keys"});
+}
+
+// Extents without an address.
+TYPED_TEST(BadInput, TensorsWithoutMemory) {
+  using ExecSpace = typename TypeParam::ExecSpace;
+  const TensorRef<const float, 4, ExecSpace> nowhere(nullptr, {2, 4, 11, 5}, {220, 55, 5, 1});
+  auto inputs = this->call.inputs();
+  inputs.q = nowhere;
+  expect_refusal([&] { this->forward(inputs, this->call.saved(), this->options); }, {"q", "(2, 4, 11, 5)", "no memory"});
+  auto saved = this->call.saved();
+  saved.o = TensorRef<float, 4, ExecSpace>(nullptr, {2, 4, 11, 3}, {132, 33, 3, 1});
+  expect_refusal([&] { this->forward(this->call.inputs(), saved, this->options); }, {"o", "(2, 4, 11, 3)", "no memory"});
 }
 
 // Exactly the bytes asked for are enough, one less is not.

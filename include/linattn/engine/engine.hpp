@@ -85,6 +85,15 @@ struct WalkKernel {
 
 // ---- checks of what the caller gave -----------------------------------------------------------
 
+/// A tensor with elements has an address.
+template <class Tensor>
+void require_memory(const char* name, const Tensor& tensor) {
+  bool empty = false;
+  for (int r = 0; r < Tensor::rank; ++r) empty = empty || tensor.extent(r) == 0;
+  if (!empty && tensor.data() == nullptr)
+    throw InvalidArgument(message("LinAttn: ", name, " ", tensor.shape(), " has no memory behind it"));
+}
+
 template <class Tensor>
 void require_shape(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
   std::string shape = "(";
@@ -96,6 +105,7 @@ void require_shape(const char* name, const Tensor& tensor, const std::array<std:
   if (!same)
     throw InvalidArgument(message("LinAttn: ", name, " must have shape ", shape, "), found ",
                                   tensor.present() ? tensor.shape() : std::string("nothing")));
+  require_memory(name, tensor);
 }
 
 template <class Tensor>
@@ -155,6 +165,7 @@ Problem problem_of(const Inputs<ExecSpace, T>& in) {
   p.nk = in.k.extent(2);
   p.d = in.q.extent(3);
   p.dv = in.v.extent(3);
+  require_memory("q", in.q);
   require_shape("k", in.k, {p.batch, p.kv_heads, p.nk, p.d});
   require_shape("v", in.v, {p.batch, p.kv_heads, p.nk, p.dv});
   read_offsets(in.cu_seqlens_q, in.cu_seqlens_k, p);

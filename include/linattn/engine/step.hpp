@@ -349,6 +349,7 @@ Problem problem_of(const Token<ExecSpace, T>& token) {
   p.nq = p.nk = 1;
   p.d = token.q.extent(2);
   p.dv = token.v.extent(2);
+  require_memory("q", token.q);
   require_shape("k", token.k, {p.batch, p.kv_heads, p.d});
   require_shape("v", token.v, {p.batch, p.kv_heads, p.dv});
   return p;

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+// The few parts of the engine that the probe needs: enough variants for every path, one execution space.
+
+#define LINATTN_DEFINES_INSTANTIATIONS
+#include <linattn/instantiations.hpp>
+
+#define LINATTN_OF_BOTH(V)                                \
+  LINATTN_INSTANTIATE_ONE(, float, Kokkos::Serial, V)     \
+  LINATTN_INSTANTIATE_ONE(, double, Kokkos::Serial, V)
+
+LINATTN_OF_BOTH(LinAttn::Identity)
+LINATTN_OF_BOTH(LinAttn::Elu)
+LINATTN_OF_BOTH(LinAttn::Lln)
