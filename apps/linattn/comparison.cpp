@@ -6,19 +6,11 @@
 #include <limits>
 #include <stdexcept>
 
+#include "rounding.hpp"
 #include "text.hpp"
 
 namespace LinAttn::app {
 namespace {
-
-std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::int64_t>& extents) {
-  std::vector<std::int64_t> index(extents.size());
-  for (std::size_t r = extents.size(); r-- > 0;) {
-    index[r] = element % extents[r];
-    element /= extents[r];
-  }
-  return index;
-}
 
 /// 0 for equal values, infinities and NaNs included; infinite if only one of them is finite.
 double difference(double expected, double found) {
@@ -41,8 +33,17 @@ double epsilon(io::ElementType type) {
 
 }  // namespace
 
+std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::int64_t>& extents) {
+  std::vector<std::int64_t> index(extents.size());
+  for (std::size_t r = extents.size(); r-- > 0;) {
+    index[r] = element % extents[r];
+    element /= extents[r];
+  }
+  return index;
+}
+
 Comparison compare(const std::string& quantity, const io::Array& expected, const io::Array& found,
-                   double tolerance) {
+                   double tolerance, double allowed) {
   if (expected.extents() != found.extents())
     throw std::logic_error("compared extents " + io::to_string(expected.extents()) + " with " +
                            io::to_string(found.extents()));
@@ -57,6 +58,7 @@ Comparison compare(const std::string& quantity, const io::Array& expected, const
       worst = n;
     }
   }
+  tolerance = std::max(tolerance, scale > 0 ? allowed / scale : allowed);
   Comparison result{.quantity = quantity, .tolerance = tolerance, .elements = expected.size()};
   if (x.empty()) return result;
   result.error = scale > 0 ? largest / scale : largest;
@@ -88,10 +90,26 @@ io::Array larger_shift(const io::Array& a, const io::Array& b) {
 }
 
 double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::ElementType expected) {
-  const bool wide = scalar == Scalar::f64;
-  const double stored =
-      std::max(epsilon(expected), epsilon(wide ? io::ElementType::f64 : io::ElementType::f32));
-  return std::max(wide ? tolerances.f64 : tolerances.f32, 16 * stored);
+  const auto at_least = [](double tolerance, double stored) {
+    return std::max(tolerance, 16 * stored);
+  };
+  switch (scalar) {
+    case Scalar::f64:
+      return at_least(tolerances.f64, epsilon(expected));
+    case Scalar::f32:
+      return at_least(tolerances.f32, std::max(epsilon(expected), epsilon(io::ElementType::f32)));
+    case Scalar::f16:
+      return at_least(tolerances.f16, epsilon(expected));
+    case Scalar::bf16:
+      return at_least(tolerances.bf16, epsilon(expected));
+  }
+  return 0;
+}
+
+double allowed_error(Scalar scalar, const std::string& quantity, const io::Array& effects) {
+  double largest = 0;
+  for (const double effect : effects.as<double>()) largest = std::max(largest, effect);
+  return largest + least_step(scalar, quantity);
 }
 
 std::string symbol(const std::string& quantity) {

@@ -25,11 +25,14 @@ struct Comparison {
   double found = 0;     ///< there
 };
 
+/// Index of the element that is number `element` in row-major order.
+std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::int64_t>& extents);
+
 /// Compares two arrays of the same extents. A NaN or an infinity on one side that the other does
-/// not have at that element makes the error infinite. \throws std::logic_error if the extents
-/// differ
+/// not have at that element makes the error infinite. The tolerance is raised
+/// to an absolute error of `allowed`. \throws std::logic_error if the extents differ
 Comparison compare(const std::string& quantity, const io::Array& expected, const io::Array& found,
-                   double tolerance);
+                   double tolerance, double allowed = 0);
 
 /// Multiplies row r of an array by 2^(shift[r] - to[r]); a row is what one exponent belongs to.
 io::Array rescaled(const io::Array& array, const io::Array& shift, const io::Array& to);
@@ -38,8 +41,12 @@ io::Array rescaled(const io::Array& array, const io::Array& shift, const io::Arr
 io::Array larger_shift(const io::Array& a, const io::Array& b);
 
 /// The relative tolerance of a file for one precision, and at least 16 epsilon of the type that
-/// stores the expected values or the found ones.
+/// stores the expected values; in f32 also of the type of the found ones.
 double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::ElementType expected);
+
+/// Error that the storage in 16 bits excuses: the largest of `effects` of the rounding of o, and
+/// the last place of the smallest numbers where the quantity itself is stored.
+double allowed_error(Scalar scalar, const std::string& quantity, const io::Array& effects);
 
 /// "o", "dq", "dalpha", "dS": heading of a quantity in tables.
 std::string symbol(const std::string& quantity);

@@ -6,9 +6,10 @@
 #include <chrono>
 #include <exception>
 #include <limits>
-#include <linattn/linattn.hpp>
 #include <linattn/io/views.hpp>
+#include <linattn/linattn.hpp>
 #include <linattn/variants.hpp>
+#include <stdexcept>
 
 namespace LinAttn::app {
 namespace {
@@ -45,7 +46,8 @@ View allocate(const char* name, Extents... extents) {
 template <class View, class ExecSpace, class... Extents>
 View allocate_output(const ExecSpace& exec, const char* name, Extents... extents) {
   const auto view = allocate<View>(name, extents...);
-  Kokkos::deep_copy(exec, view, std::numeric_limits<typename View::value_type>::quiet_NaN());
+  using Value = typename View::value_type;
+  Kokkos::deep_copy(exec, view, Value(std::numeric_limits<float>::quiet_NaN()));
   return view;
 }
 
@@ -274,16 +276,29 @@ Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& 
   return outcome;
 }
 
+template <class T, class ExecSpace>
+Outcome compute_as(const ExecSpace& exec, const Job& job, const Execution& execution) {
+  Outcome outcome;
+  with_variant(job.variant, [&]<class V>(std::type_identity<V>) {
+    outcome = compute_variant<T, ExecSpace, V>(exec, job, execution);
+  });
+  return outcome;
+}
+
 template <class ExecSpace>
 Outcome compute_in(const Job& job, const Execution& execution) {
   const ExecSpace exec{};
-  Outcome outcome;
-  with_variant(job.variant, [&]<class V>(std::type_identity<V>) {
-    outcome = execution.scalar == Scalar::f64
-                  ? compute_variant<double, ExecSpace, V>(exec, job, execution)
-                  : compute_variant<float, ExecSpace, V>(exec, job, execution);
-  });
-  return outcome;
+  switch (execution.scalar) {
+    case Scalar::f64:
+      return compute_as<double>(exec, job, execution);
+    case Scalar::f32:
+      return compute_as<float>(exec, job, execution);
+    case Scalar::f16:
+      return compute_as<float16>(exec, job, execution);
+    case Scalar::bf16:
+      return compute_as<bfloat16>(exec, job, execution);
+  }
+  throw std::logic_error("a precision that there is not was asked for");
 }
 
 }  // namespace

@@ -40,7 +40,21 @@ std::string_view to_string(Space space) noexcept {
   return "";
 }
 
-std::string_view to_string(Scalar scalar) noexcept { return scalar == Scalar::f64 ? "f64" : "f32"; }
+std::string_view to_string(Scalar scalar) noexcept {
+  switch (scalar) {
+    case Scalar::f64:
+      return "f64";
+    case Scalar::f32:
+      return "f32";
+    case Scalar::f16:
+      return "f16";
+    case Scalar::bf16:
+      return "bf16";
+  }
+  return "";
+}
+
+std::vector<Scalar> scalars() { return {Scalar::f64, Scalar::f32, Scalar::f16, Scalar::bf16}; }
 
 std::vector<Space> enabled_spaces() {
   return {
@@ -71,12 +85,9 @@ Space space_from_name(std::string_view name) {
 }
 
 Scalar scalar_from_name(std::string_view name) {
-  for (const Scalar scalar : {Scalar::f64, Scalar::f32})
+  for (const Scalar scalar : scalars())
     if (name == to_string(scalar)) return scalar;
-  const bool is_16_bit = name == "f16" || name == "bf16";
-  throw InvalidArgument(
-      detail::message("expected f64 or f32, found '", name, "'",
-                      is_16_bit ? ", which is not supported by this version" : ""));
+  throw InvalidArgument(detail::message("expected f64, f32, f16 or bf16, found '", name, "'"));
 }
 
 int concurrency(Space space) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iostream>
 #include <limits>
+#include <linattn/half.hpp>
 #include <linattn/io/writer.hpp>
 #include <linattn/version.hpp>
 #include <memory>
@@ -52,6 +53,30 @@ struct Tensors {
   io::Array q, k, v, d_o;
 };
 
+/// Which types inputs can have. \throws InvalidArgument for one that files do not have
+io::ElementType element_type_from_name(std::string_view name) {
+  switch (scalar_from_name(name)) {
+    case Scalar::f64:
+      return io::ElementType::f64;
+    case Scalar::f32:
+      return io::ElementType::f32;
+    case Scalar::f16:
+      return io::ElementType::f16;
+    case Scalar::bf16:
+      break;
+  }
+  throw InvalidArgument(
+      detail::message("expected f64, f32 or f16, found '", name, "', which files do not have"));
+}
+
+void require_finite(const io::Array& array, const GenerateOptions& options) {
+  for (const float x : array.as<float>())
+    if (std::isinf(x))
+      throw InvalidArgument(
+          detail::message("--sigma: expected numbers of at most 65504 in size for ", options.dtype,
+                          ", found larger ones with ", number(options.sigma)));
+}
+
 io::Array draw(const GenerateOptions& options, Distribution distribution, double sigma,
                std::uint64_t stream, std::vector<std::int64_t> extents) {
   const CounterRandom random(options.seed, stream);
@@ -65,13 +90,18 @@ io::Array draw(const GenerateOptions& options, Distribution distribution, double
     using Value = typename decltype(values)::value_type;
     for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<Value>(element(i));
   };
-  if (scalar_from_name(options.dtype) == Scalar::f64) {
-    io::Array array(io::ElementType::f64, std::move(extents));
-    fill(array.values<double>());
-    return array;
+  io::Array array(element_type_from_name(options.dtype), std::move(extents));
+  switch (array.type()) {
+    case io::ElementType::f64:
+      fill(array.values<double>());
+      break;
+    case io::ElementType::f32:
+      fill(array.values<float>());
+      break;
+    default:
+      fill(array.values<float16>());
+      require_finite(array, options);
   }
-  io::Array array(io::ElementType::f32, std::move(extents));
-  fill(array.values<float>());
   return array;
 }
 
@@ -256,10 +286,10 @@ void add_generate(CLI::App& app, Action& action) {
       ->capture_default_str()
       ->type_name("NUMBER")
       ->check(finite_number());
-  command->add_option("--dtype", options->dtype, "Type of the inputs: f64, f32")
+  command->add_option("--dtype", options->dtype, "Type of the inputs: f64, f32, f16")
       ->capture_default_str()
       ->type_name("TYPE")
-      ->check(accepted_by([](const std::string& name) { scalar_from_name(name); }));
+      ->check(accepted_by([](const std::string& name) { element_type_from_name(name); }));
   command->add_flag("--no-expected", options->no_expected,
                     "Leave out /expected and /expected_grad (always float64 otherwise)");
   add_json_option(*command, options->json);

@@ -98,7 +98,9 @@ void ExecutionOptions::add_to(CLI::App& command, const std::string& space_defaul
                   "Execution space: " + join(spaces) + " (default " + space_default + ")")
       ->type_name("NAME")
       ->check(accepted_by([](const std::string& text) { space_from_name(text); }));
-  command.add_option("--dtype", dtype, "Precision: f64, f32 (default " + dtype_default + ")")
+  command
+      .add_option("--dtype", dtype,
+                  "Precision: f64, f32, f16, bf16 (default " + dtype_default + ")")
       ->type_name("TYPE")
       ->check(accepted_by([](const std::string& text) { scalar_from_name(text); }));
   constexpr int largest = std::numeric_limits<int>::max();

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "oracle.hpp"
 
+#include <linattn/reference/bounds.hpp>
 #include <linattn/reference/dense.hpp>
 
+#include "rounding.hpp"
 #include "text.hpp"
 
 namespace LinAttn::app {
@@ -15,6 +17,50 @@ bool is_known_to_reference(const std::string& variant) {
   } catch (const InvalidArgument&) {
     return false;
   }
+}
+
+/// A job in the reference's terms. \throws InvalidArgument if there is an obstacle
+struct DenseJob {
+  reference::Settings settings;
+  reference::Tensors<double> tensors;
+  std::vector<double> cotangent;
+
+  explicit DenseJob(const Job& job) {
+    if (const std::string obstacle = reference_obstacle(job); !obstacle.empty())
+      throw InvalidArgument(obstacle);
+    settings = {.kernel = reference::kernel_from_name(job.variant),
+                .causal = job.causal,
+                .normalise = job.normalise,
+                .scale = job.scale,
+                .alpha = job.query_parameter,
+                .beta = job.key_parameter};
+    if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
+    if (job.cu_seqlens_q != nullptr) {
+      settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();
+      settings.cu_seqlens_k = job.cu_seqlens_k->as<std::int64_t>();
+    }
+    tensors = {job.q->as<double>(), job.k->as<double>(), job.v->as<double>()};
+    if (job.d_o != nullptr) cotangent = job.d_o->as<double>();
+  }
+};
+
+io::Array o_of(const Job& job, const std::vector<double>& o) {
+  const Problem& p = job.problem;
+  return io::Array(o, {p.batch, p.heads, p.nq, p.dv});
+}
+
+/// What has members q, k, v, alpha and beta in the order of compute().
+template <class Set>
+std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
+  std::vector<NamedArray> gradients{{"q", io::Array(d.q, job.q->extents())},
+                                    {"k", io::Array(d.k, job.k->extents())},
+                                    {"v", io::Array(d.v, job.v->extents())}};
+  const VariantInfo& info = variant_info(job.variant);
+  if (!info.query_parameter.empty())
+    gradients.push_back({info.query_parameter, io::Array(d.alpha, {job.problem.heads})});
+  if (!info.key_parameter.empty())
+    gradients.push_back({info.key_parameter, io::Array(d.beta, {job.problem.kv_heads})});
+  return gradients;
 }
 
 }  // namespace
@@ -41,36 +87,27 @@ std::string reference_obstacle(const Job& job) {
 }
 
 Results compute_reference(const Job& job) {
-  if (const std::string obstacle = reference_obstacle(job); !obstacle.empty())
-    throw InvalidArgument(obstacle);
-  const Problem& p = job.problem;
-  reference::Settings settings{.kernel = reference::kernel_from_name(job.variant),
-                               .causal = job.causal,
-                               .normalise = job.normalise,
-                               .scale = job.scale,
-                               .alpha = job.query_parameter,
-                               .beta = job.key_parameter};
-  if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
-  if (job.cu_seqlens_q != nullptr) {
-    settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();
-    settings.cu_seqlens_k = job.cu_seqlens_k->as<std::int64_t>();
-  }
-  const reference::Tensors<double> tensors{job.q->as<double>(), job.k->as<double>(),
-                                           job.v->as<double>()};
+  const DenseJob dense(job);
   Results results{
-      io::Array(reference::forward(p, settings, tensors), {p.batch, p.heads, p.nq, p.dv}), {}, {}};
-  if (job.d_o == nullptr) return results;
-
-  const auto d = reference::backward(p, settings, tensors, job.d_o->as<double>());
-  results.gradients = {{"q", io::Array(d.q, job.q->extents())},
-                       {"k", io::Array(d.k, job.k->extents())},
-                       {"v", io::Array(d.v, job.v->extents())}};
-  const VariantInfo& info = variant_info(job.variant);
-  if (!info.query_parameter.empty())
-    results.gradients.push_back({info.query_parameter, io::Array(d.alpha, {p.heads})});
-  if (!info.key_parameter.empty())
-    results.gradients.push_back({info.key_parameter, io::Array(d.beta, {p.kv_heads})});
+      o_of(job, reference::forward(job.problem, dense.settings, dense.tensors)), {}, {}};
+  if (job.d_o != nullptr)
+    results.gradients = gradients_of(
+        job, reference::backward(job.problem, dense.settings, dense.tensors, dense.cotangent));
   return results;
+}
+
+RoundedReference compute_rounded_reference(const Job& job, Scalar scalar) {
+  RoundedReference result{compute_reference(job), {}};
+  DenseJob dense(job);
+  if (job.d_o == nullptr)
+    dense.cotangent.assign(static_cast<std::size_t>(result.values.o.size()), 0);
+  const double unit = scalar == Scalar::f16 ? 0x1p-11 : 0x1p-8;
+  const auto effects =
+      reference::rounded_output_effects(job.problem, dense.settings, dense.tensors, dense.cotangent,
+                                        unit, least_step(scalar, "o") / 2);
+  result.effects = {o_of(job, effects.o), {}, {}};
+  if (job.d_o != nullptr) result.effects.gradients = gradients_of(job, effects);
+  return result;
 }
 
 }  // namespace LinAttn::app

@@ -24,4 +24,15 @@ std::string reference_obstacle(const Job& job);
 /// \throws InvalidArgument if there is an obstacle
 Results compute_reference(const Job& job);
 
+/// What results stored in 16 bits are held against: the reference, and how far from it the rounding
+/// of o alone may take each element, gradients included, which are computed from o.
+struct RoundedReference {
+  Results values;
+  Results effects;
+};
+
+/// The reference for a job whose inputs are rounded. \throws InvalidArgument if there is an
+/// obstacle
+RoundedReference compute_rounded_reference(const Job& job, Scalar scalar);
+
 }  // namespace LinAttn::app

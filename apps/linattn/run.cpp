@@ -15,6 +15,7 @@
 #include "options.hpp"
 #include "oracle.hpp"
 #include "progress.hpp"
+#include "rounding.hpp"
 #include "text.hpp"
 
 namespace LinAttn::app {
@@ -119,15 +120,26 @@ void write_output(const RunOptions& options, const io::TensorFile& file, const R
 /// Gradients of parameters are compared head by head: their sum may cancel.
 std::vector<Comparison> check(const io::TensorFile& file, const Job& job, const Results& found,
                               Scalar scalar) {
-  const Results expected = compute_reference(job);
+  const RoundedReference reference = is_16_bit(scalar)
+                                         ? compute_rounded_reference(job, scalar)
+                                         : RoundedReference{compute_reference(job), {}};
+  const Results& expected = reference.values;
+  const auto allowed = [&](const std::string& quantity, std::size_t gradient) {
+    if (!is_16_bit(scalar)) return 0.0;
+    return allowed_error(
+        scalar, quantity,
+        quantity == "o" ? reference.effects.o : reference.effects.gradients[gradient].array);
+  };
   const auto tolerance = [&](const io::Tolerances& tolerances) {
     return tolerance_for(tolerances, scalar, io::ElementType::f64);
   };
   std::vector<Comparison> comparisons{
-      compare("o", expected.o, found.o, tolerance(file.expected_tolerances()))};
-  for (std::size_t i = 0; i < expected.gradients.size(); ++i)
-    comparisons.push_back(compare(expected.gradients[i].name, expected.gradients[i].array,
-                                  found.gradients[i].array, tolerance(file.gradient_tolerances())));
+      compare("o", expected.o, found.o, tolerance(file.expected_tolerances()), allowed("o", 0))};
+  for (std::size_t i = 0; i < expected.gradients.size(); ++i) {
+    const auto& [name, array] = expected.gradients[i];
+    comparisons.push_back(compare(name, array, found.gradients[i].array,
+                                  tolerance(file.gradient_tolerances()), allowed(name, i)));
+  }
   return comparisons;
 }
 
@@ -256,9 +268,18 @@ ExitStatus conclude(const RunOptions& options, const std::vector<Comparison>& co
 ExitStatus run(const RunOptions& options) {
   const JsonOutput json(options.json, {options.input, options.output});
   const io::TensorFile file = read_input(options);
-  Job job = make_job(file, options.backward);
-  job.wants_state = options.state;
   const Execution execution = execution_of(options, file.q().type());
+  Job whole = make_job(file, options.backward);
+  whole.wants_state = options.state;
+  const auto round = [&] {
+    try {
+      return RoundedJob(whole, execution.scalar);
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument(options.input + ": " + error.what());
+    }
+  };
+  const RoundedJob rounded = round();
+  const Job& job = rounded.job();
   const std::string obstacle = reference_obstacle(job);
   if (options.check && !obstacle.empty()) throw InvalidArgument("--check: " + obstacle);
   require_writable(options);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <iostream>
 #include <memory>
+#include <optional>
 
 #include "attention_file.hpp"
 #include "commands.hpp"
@@ -9,7 +10,9 @@
 #include "compute.hpp"
 #include "json_output.hpp"
 #include "options.hpp"
+#include "oracle.hpp"
 #include "progress.hpp"
+#include "rounding.hpp"
 #include "text.hpp"
 
 namespace LinAttn::app {
@@ -35,16 +38,25 @@ struct Row {
   double share() const { return comparison.error / comparison.tolerance; }
 };
 
-std::vector<Execution> executions(const ExecutionOptions& given) {
+/// A precision in which a file cannot be verified, and why.
+struct Skipped {
+  Scalar scalar;
+  std::string reason;
+};
+
+/// What came of one file.
+struct Verification {
+  std::vector<Row> rows;
+  std::vector<Skipped> skipped;
+};
+
+std::vector<Execution> executions(const ExecutionOptions& given, Scalar scalar) {
   std::vector<Space> spaces = enabled_spaces();
   if (!given.space.empty()) spaces = {space_from_name(given.space)};
-  std::vector<Scalar> scalars{Scalar::f64, Scalar::f32};
-  if (!given.dtype.empty()) scalars = {scalar_from_name(given.dtype)};
   std::vector<Execution> all;
   for (const Space space : spaces)
-    for (const Scalar scalar : scalars)
-      all.push_back(
-          {.space = space, .scalar = scalar, .chunk = given.chunk, .segments = given.segments});
+    all.push_back(
+        {.space = space, .scalar = scalar, .chunk = given.chunk, .segments = given.segments});
   return all;
 }
 
@@ -54,14 +66,26 @@ io::Array in_form_of(const io::Array& expected, const io::Array& found) {
   return io::Array(sum_over_heads(found).as<double>(), expected.extents());
 }
 
+/// The gradient of that name. \throws InvalidArgument if there is none, for `dataset` of the file
+const io::Array& gradient_of(const Results& results, const std::string& name,
+                             const io::TensorFile& file, const std::string& dataset) {
+  for (const NamedArray& gradient : results.gradients)
+    if (gradient.name == name) return gradient.array;
+  throw InvalidArgument(file.file().string() + ": " + dataset +
+                        ": expected the gradient of something in the file, found a dataset");
+}
+
+/// Compares with what the file expects, or with `reference` where that is not null.
 class Comparer {
  public:
-  Comparer(const io::TensorFile& file, const Execution& execution, std::vector<Row>& rows)
-      : m_file(file), m_execution(execution), m_rows(rows) {}
+  Comparer(const io::TensorFile& file, const RoundedReference* reference,
+           const Execution& execution, std::vector<Row>& rows)
+      : m_file(file), m_reference(reference), m_execution(execution), m_rows(rows) {}
 
   void compare_all(const Results& results) {
     const io::Tolerances& tolerances = m_file.expected_tolerances();
-    if (m_file.has("/expected/o")) add("/expected/o", "o", results.o, tolerances);
+    if (m_file.has("/expected/o"))
+      add("/expected/o", "o", tolerances, results, [](const Results& r) { return r.o; });
     if (const std::optional<HostState> expected = read_state(m_file, "/expected/state"))
       add_state(*expected, *results.state, tolerances);
     for (const std::string& name : m_file.names("/expected_grad")) add_gradient(name, results);
@@ -70,18 +94,29 @@ class Comparer {
   }
 
  private:
-  void add(const std::string& dataset, const std::string& quantity, const io::Array& found,
-           const io::Tolerances& tolerances) {
-    const io::Array& expected = m_file.at(dataset);
-    add(dataset, quantity, expected, in_form_of(expected, found), tolerances);
+  /// `part` picks from results what the dataset is about.
+  template <class Part>
+  void add(const std::string& dataset, const std::string& quantity,
+           const io::Tolerances& tolerances, const Results& results, const Part& part) {
+    const io::Array& stored = m_file.at(dataset);
+    const io::Array found = in_form_of(stored, part(results));
+    if (m_reference == nullptr) return add(dataset, quantity, stored, found, tolerances);
+    const double allowed =
+        allowed_error(m_execution.scalar, quantity, in_form_of(stored, part(m_reference->effects)));
+    const double tolerance = tolerance_for(tolerances, m_execution.scalar, io::ElementType::f64);
+    add(dataset, compare(quantity, in_form_of(stored, part(m_reference->values)), found, tolerance,
+                         allowed));
   }
 
   void add(const std::string& dataset, const std::string& quantity, const io::Array& expected,
            const io::Array& found, const io::Tolerances& tolerances) {
     const double tolerance =
         tolerance_for(tolerances, m_execution.scalar, m_file.at(dataset).type());
-    m_rows.push_back({m_execution.space, m_execution.scalar, dataset,
-                      compare(quantity, expected, found, tolerance)});
+    add(dataset, compare(quantity, expected, found, tolerance));
+  }
+
+  void add(const std::string& dataset, const Comparison& comparison) {
+    m_rows.push_back({m_execution.space, m_execution.scalar, dataset, comparison});
   }
 
   /// States of one value can have different exponents: both go to the larger one.
@@ -103,20 +138,50 @@ class Comparer {
 
   void add_gradient(const std::string& name, const Results& results) {
     const std::string dataset = "/expected_grad/" + name;
-    for (const NamedArray& gradient : results.gradients)
-      if (gradient.name == name)
-        return add(dataset, name, gradient.array, m_file.gradient_tolerances());
-    throw InvalidArgument(m_file.file().string() + ": " + dataset +
-                          ": expected the gradient of something in the file, found a dataset");
+    add(dataset, name, m_file.gradient_tolerances(), results,
+        [&](const Results& r) { return gradient_of(r, name, m_file, dataset); });
   }
 
   const io::TensorFile& m_file;
+  const RoundedReference* m_reference;
   const Execution& m_execution;
   std::vector<Row>& m_rows;
 };
 
+/// Why a file cannot be verified in 16 bits, for which the expectation is computed; empty if it
+/// can.
+std::string obstacle_of_rounding(const Job& job) {
+  if (job.wants_state) return "the dense reference does not know states";
+  return reference_obstacle(job);
+}
+
+/// The reference for rounded inputs. \throws InvalidArgument if the type cannot hold what it gives
+RoundedReference reference_for(const io::TensorFile& file, const Job& rounded, Scalar scalar) {
+  RoundedReference reference = compute_rounded_reference(rounded, scalar);
+  if (file.has("/expected/o")) require_in_range("/expected/o", reference.values.o, scalar);
+  for (const NamedArray& gradient : reference.values.gradients)
+    if (is_stored(gradient.name) && file.has("/expected_grad/" + gradient.name))
+      require_in_range("/expected_grad/" + gradient.name, gradient.array, scalar);
+  return reference;
+}
+
+/// Rows of one precision.
+void verify_in(Scalar scalar, const io::TensorFile& file, const Job& job,
+               const ExecutionOptions& options, std::vector<Row>& rows) {
+  const RoundedJob rounded(job, scalar);
+  std::optional<RoundedReference> reference;
+  if (is_16_bit(scalar)) {
+    if (const std::string obstacle = obstacle_of_rounding(job); !obstacle.empty())
+      throw InvalidArgument(obstacle);
+    reference = reference_for(file, rounded.job(), scalar);
+  }
+  for (const Execution& execution : executions(options, scalar))
+    Comparer(file, reference ? &*reference : nullptr, execution, rows)
+        .compare_all(compute(rounded.job(), execution).results);
+}
+
 /// \throws InvalidArgument if the file holds nothing that could be verified, or more than can be
-std::vector<Row> verify_file(const io::TensorFile& file, const VerifyOptions& options) {
+Verification verify_file(const io::TensorFile& file, const VerifyOptions& options) {
   const bool gradients =
       !file.names("/expected_grad").empty() || !file.names("/expected_grad/state").empty();
   const bool states = !file.names("/expected/state").empty();
@@ -126,15 +191,23 @@ std::vector<Row> verify_file(const io::TensorFile& file, const VerifyOptions& op
   require_supported(file, Use::verify);
   Job job = make_job(file, gradients);
   job.wants_state = states;
-  std::vector<Row> rows;
-  for (const Execution& execution : executions(options.execution)) {
+  Verification result;
+  const std::string& dtype = options.execution.dtype;
+  for (const Scalar scalar :
+       dtype.empty() ? scalars() : std::vector<Scalar>{scalar_from_name(dtype)}) {
+    std::vector<Row> rows;
     try {
-      Comparer(file, execution, rows).compare_all(compute(job, execution).results);
+      verify_in(scalar, file, job, options.execution, rows);
     } catch (const InvalidArgument& error) {
-      throw InvalidArgument(file.file().string() + ": " + error.what());
+      if (!is_16_bit(scalar) || !dtype.empty())
+        throw InvalidArgument(file.file().string() + ": " + error.what());
+      result.skipped.push_back({scalar, error.what()});
     }
+    result.rows.insert(result.rows.end(), rows.begin(), rows.end());
   }
-  return rows;
+  std::stable_sort(result.rows.begin(), result.rows.end(),
+                   [](const Row& a, const Row& b) { return a.space < b.space; });
+  return result;
 }
 
 class Table {
@@ -151,8 +224,8 @@ class Table {
   }
 
   /// In brief, of the rows of a file only those that failed and the one nearest to its tolerance.
-  void add(const std::string& file, const std::string& variant,
-           const std::vector<Row>& rows) const {
+  void add(const std::string& file, const std::string& variant, const Verification& result) const {
+    const std::vector<Row>& rows = result.rows;
     const auto nearest = std::max_element(
         rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.share() < b.share(); });
     for (auto row = rows.begin(); row != rows.end(); ++row) {
@@ -162,6 +235,11 @@ class Table {
            number(c.error, 3), number(c.tolerance, 3), c.ok ? "ok" : "FAIL");
       if (!c.ok) std::cout << "    worst element: " << row->dataset << worst_of(c) << '\n';
     }
+    if (!m_brief)
+      for (const Skipped& skipped : result.skipped)
+        std::cout << padded(file, m_file_width) << padded(variant, m_variant_width)
+                  << padded("-", 8) << padded(to_string(skipped.scalar), 7)
+                  << "skipped: " << skipped.reason << '\n';
     std::cout.flush();
   }
 
@@ -188,11 +266,13 @@ struct Tally {
   std::size_t comparisons = 0;
   std::size_t failed = 0;
   std::size_t unusable = 0;
+  std::size_t skipped = 0;
   std::string worst_file;
   Row worst{};
 
-  void add(const std::string& file, const std::vector<Row>& rows) {
-    for (const Row& row : rows) {
+  void add(const std::string& file, const Verification& result) {
+    skipped += result.skipped.size();
+    for (const Row& row : result.rows) {
       ++comparisons;
       if (row.comparison.ok) continue;
       if (failed++ == 0 || row.share() > worst.share()) {
@@ -237,15 +317,19 @@ ExitStatus verify(const VerifyOptions& options) {
     progress.show(name);
     try {
       const io::TensorFile file = io::TensorFile::read(name);
-      const std::vector<Row> rows = verify_file(file, options);
+      const Verification result = verify_file(file, options);
       progress.show("");
-      if (printing) table.add(name, file.variant(), rows);
-      tally.add(name, rows);
+      if (printing) table.add(name, file.variant(), result);
+      tally.add(name, result);
       entry["variant"] = file.variant();
       entry["problem"] = to_json(file.problem());
       entry["causal"] = file.causal();
       entry["comparisons"] = Json::array();
-      for (const Row& row : rows) entry["comparisons"].push_back(row_json(row));
+      for (const Row& row : result.rows) entry["comparisons"].push_back(row_json(row));
+      entry["skipped"] = Json::array();
+      for (const Skipped& skipped : result.skipped)
+        entry["skipped"].push_back(
+            {{"dtype", to_string(skipped.scalar)}, {"reason", skipped.reason}});
     } catch (const InvalidArgument& error) {
       set_aside(entry, error.what());
     } catch (const EnvironmentFailure& error) {
@@ -257,9 +341,14 @@ ExitStatus verify(const VerifyOptions& options) {
   document["comparisons"] = tally.comparisons;
   document["failed"] = tally.failed;
   document["unusable_files"] = tally.unusable;
+  document["skipped"] = tally.skipped;
   if (printing)
     std::cout << options.files.size() << " files, " << tally.comparisons << " comparisons, "
-              << tally.failed << " failed, " << tally.unusable << " files could not be used\n";
+              << tally.failed << " failed, " << tally.unusable << " files could not be used"
+              << (tally.skipped == 0
+                      ? ""
+                      : detail::message("; 16-bit types skipped ", tally.skipped, " times"))
+              << '\n';
   json.write(document);
   if (tally.failed > 0) {
     const Row& worst = tally.worst;
@@ -280,7 +369,7 @@ void add_verify(CLI::App& app, Action& action) {
   CLI::App* const command = app.add_subcommand(
       "verify",
       "Compares output and gradients with those that files expect, on every execution space and in "
-      "every precision.");
+      "every precision; in 16 bits with the dense reference for the rounded inputs.");
   command->add_option("FILE.h5", options->files, "Files with /expected or /expected_grad")
       ->required();
   options->execution.add_to(*command, "all", "all");

@@ -26,7 +26,7 @@ class Generate : public ProgramTest {
 TEST_F(Generate, EveryVariantVerifies) {
   for_each_variant([&]<class V>(std::type_identity<V>) {
     for (const char* mask : {"--causal", "--full"})
-      for (const char* dtype : {"f64", "f32"}) {
+      for (const char* dtype : {"f64", "f32", "f16"}) {
         const io::TensorFile g =
             generated({"--batch", "2",    "--heads",   "4",     "--kv-heads", "2",       "--nq",
                        "35",      "--nk", "70",        "--d",   "5",          "--dv",    "3",
@@ -41,6 +41,18 @@ TEST_F(Generate, EveryVariantVerifies) {
             << V::name << " " << mask << " " << dtype;
       }
   });
+}
+
+TEST_F(Generate, HalfPrecisionInputs) {
+  const io::TensorFile g =
+      generated({"--nq", "6", "--d", "2", "--variant", "elu", "--dtype", "f16"});
+  EXPECT_EQ(g.q().type(), io::ElementType::f16);
+  EXPECT_EQ(g.at("/cotangent/o").type(), io::ElementType::f16);
+  EXPECT_EQ(g.at("/expected/o").type(), io::ElementType::f64);
+  EXPECT_TRUE(complained(
+      run({"generate", file("h.h5"), "--nq", "6", "--d", "2", "--dtype", "f16", "--sigma", "1e5"}),
+      2, {"--sigma", "65504", "100000"}));
+  EXPECT_EQ(files(), std::vector<std::string>{"g.h5"});
 }
 
 TEST_F(Generate, OptionsAreKept) {

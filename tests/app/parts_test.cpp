@@ -12,6 +12,7 @@
 
 #include "../../apps/linattn/comparison.hpp"
 #include "../../apps/linattn/exit_status.hpp"
+#include "../../apps/linattn/rounding.hpp"
 #include "../../apps/linattn/text.hpp"
 
 namespace LinAttn::app {
@@ -94,6 +95,86 @@ TEST(Symbol, OutputsAndGradients) {
   EXPECT_EQ(symbol("state/z"), "dz");
 }
 
+TEST(Compare, ToleranceIsRaisedToAnAbsoluteError) {
+  const Comparison c = compare("k", array({1, -4}, {2}), array({1.5, -4}, {2}), 1e-3, 0.75);
+  EXPECT_EQ(c.tolerance, 0.75 / 4);
+  EXPECT_TRUE(c.ok);
+  EXPECT_EQ(compare("k", array({1, -4}, {2}), array({1, -4}, {2}), 0.5, 0.75).tolerance, 0.5);
+  EXPECT_EQ(compare("k", array({0}, {1}), array({0}, {1}), 0.5, 0.75).tolerance, 0.75);
+}
+
+TEST(Scalars, NamesAreReadBack) {
+  for (const Scalar scalar : scalars()) EXPECT_EQ(scalar_from_name(to_string(scalar)), scalar);
+  EXPECT_EQ(scalars().size(), 4u);
+  EXPECT_TRUE(is_16_bit(Scalar::bf16) && is_16_bit(Scalar::f16));
+  EXPECT_FALSE(is_16_bit(Scalar::f32) || is_16_bit(Scalar::f64));
+}
+
+/// A job on arrays of float64.
+struct SmallJob {
+  io::Array q = array({1.0 / 3, -2, 65519}, {1, 1, 1, 3});
+  io::Array k = array({0.1, 1e-9, 5, 7e4, -1e39, nan}, {1, 1, 2, 3});
+  io::Array v = array({1, infinity}, {1, 1, 2, 1});
+  io::Array mask = io::Array(std::vector<std::uint8_t>{1, 0}, {1, 2});
+  Job job;
+
+  SmallJob() {
+    job.q = &q;
+    job.k = &k;
+    job.v = &v;
+    job.key_mask = &mask;
+  }
+};
+
+TEST(Rounding, InputsAreThoseOfTheType) {
+  const SmallJob small;
+  const RoundedJob half(small.job, Scalar::f16);
+  EXPECT_EQ(half.job().q->type(), io::ElementType::f32);
+  EXPECT_EQ(half.job().q->as<double>(), (std::vector<double>{0x1.554p-2, -2, 65504}));
+  EXPECT_EQ(half.job().k->as<double>()[0], 0x1.998p-4);
+  EXPECT_EQ(half.job().k->as<double>()[1], 0) << "below half of the smallest number";
+  EXPECT_EQ(half.job().v->as<double>(), (std::vector<double>{1, infinity}));
+  const RoundedJob brain(small.job, Scalar::bf16);
+  EXPECT_EQ(brain.job().q->as<double>(), (std::vector<double>{0x1.56p-2, -2, 65536}));
+  EXPECT_EQ(brain.job().d_o, nullptr);
+  const RoundedJob whole(small.job, Scalar::f32);
+  EXPECT_EQ(whole.job().q, &small.q);
+}
+
+TEST(Rounding, WhatOverflowsIsNamed) {
+  SmallJob small;
+  const auto message = [&](Scalar scalar) -> std::string {
+    try {
+      const RoundedJob rounded(small.job, scalar);
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(message(Scalar::f16), "") << "hidden keys may hold anything";
+  small.job.key_mask = nullptr;
+  EXPECT_EQ(message(Scalar::f16),
+            "/inputs/k: expected numbers of at most 65504 in size for f16, found 70000 at [0, 0, "
+            "1, 0]");
+  EXPECT_EQ(
+      message(Scalar::bf16)
+          .find("/inputs/k: expected numbers of at most 3.3895313892515355e+38 in size for bf16"),
+      0u)
+      << message(Scalar::bf16);
+  EXPECT_EQ(message(Scalar::f32), "");
+  small.job.key_mask = &small.mask;
+  small.q.values<double>()[2] = -65520;
+  EXPECT_NE(message(Scalar::f16).find("found -65520 at [0, 0, 0, 2]"), std::string::npos);
+}
+
+TEST(Rounding, ErrorsThatStorageExcuses) {
+  const io::Array effects = array({0.25, 0.5, 0}, {3});
+  EXPECT_EQ(allowed_error(Scalar::f16, "k", effects), 0.5 + 0x1p-24);
+  EXPECT_EQ(allowed_error(Scalar::bf16, "k", effects), 0.5);
+  EXPECT_EQ(allowed_error(Scalar::f16, "alpha", effects), 0.5) << "stored as double";
+  EXPECT_EQ(allowed_error(Scalar::bf16, "o", array({}, {0})), 0x1p-133);
+}
+
 TEST(Tolerance, NeverBelow16EpsilonOfTheStoredType) {
   const double f64 = std::numeric_limits<double>::epsilon(),
                f32 = std::numeric_limits<float>::epsilon();
@@ -104,6 +185,8 @@ TEST(Tolerance, NeverBelow16EpsilonOfTheStoredType) {
   EXPECT_EQ(tolerance_for(none, Scalar::f32, io::ElementType::f64), 16 * f32);
   EXPECT_EQ(tolerance_for(given, Scalar::f64, io::ElementType::f32), 16 * f32);
   EXPECT_EQ(tolerance_for(given, Scalar::f32, io::ElementType::f16), 0x1p-6);
+  EXPECT_EQ(tolerance_for(given, Scalar::f16, io::ElementType::f64), 4e-3);
+  EXPECT_EQ(tolerance_for(given, Scalar::bf16, io::ElementType::f64), 3e-2);
 }
 
 /// Standard error and the status of an action.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <linattn/io/reader.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/files.hpp"
@@ -15,7 +16,10 @@ namespace {
 using Strings = std::vector<std::string>;
 using Extents = std::vector<std::int64_t>;
 
-class Run : public ProgramTest {};
+class Run : public ProgramTest {
+ protected:
+  static nlohmann::json json_of(const Result& result) { return nlohmann::json::parse(result.out); }
+};
 
 TEST_F(Run, OutputFollowsTheLayout) {
   Contents input = small_input();
@@ -278,6 +282,81 @@ TEST_F(Run, RealData) {
     EXPECT_NE(result.out.find(text), std::string::npos) << text << "\n" << result.out;
 }
 
+/// Stored in 16 bits, written as float32, states in the type of the sums.
+TEST_F(Run, SixteenBits) {
+  const std::string input = data("fixtures/lln_causal_gqa_per_head_n130.h5");
+  for (const auto& [dtype, unit] : {std::pair{"f16", 0x1p-11}, std::pair{"bf16", 0x1p-8}}) {
+    const Result result = run({"run", input, file("out.h5"), "--dtype", dtype, "--backward",
+                               "--state", "--json", file("run.json")});
+    ASSERT_TRUE(succeeded(result));
+    EXPECT_NE(result.out.find(std::string(", ") + dtype + "\n"), std::string::npos) << result.out;
+    const auto json = this->json("run.json");
+    EXPECT_EQ(json["dtype"], dtype);
+    EXPECT_EQ(json["check"].size(), 6u);
+    const Contents output = Contents::read(file("out.h5"));
+    for (const auto& [path, array] : output.datasets)
+      if (!path.starts_with("/config/") && path != "/output/state/shift") {
+        EXPECT_EQ(array.type(), io::ElementType::f32) << path;
+      }
+    const std::vector<double> o = values(file("out.h5"), "/output/o");
+    EXPECT_LT(relative_distance(values(input, "/expected/o"), o), 8 * unit);
+    // Every number of o is one of the type, and not every number of the state.
+    const auto is_of_type = [unit](double x) {
+      int exponent = 0;
+      const double scaled = std::frexp(x, &exponent) / unit;
+      return scaled == std::rint(scaled);
+    };
+    EXPECT_TRUE(std::all_of(o.begin(), o.end(), is_of_type));
+    const auto z = values(file("out.h5"), "/output/state/z");
+    EXPECT_FALSE(std::all_of(z.begin(), z.end(), is_of_type));
+  }
+}
+
+/// Inputs that are numbers of the type already are taken as they are.
+TEST_F(Run, HalfPrecisionFile) {
+  ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--nq", "40", "--d", "3", "--variant",
+                             "elu", "--causal", "--dtype", "f16", "--seed", "3"})));
+  ASSERT_TRUE(succeeded(run({"run", file("in.h5"), file("wide.h5"), "--backward"})));
+  ASSERT_TRUE(succeeded(
+      run({"run", file("in.h5"), file("half.h5"), "--backward", "--check", "--dtype", "f16"})));
+  EXPECT_EQ(json_of(run({"run", file("in.h5"), file("other.h5"), "--json", "-"}))["dtype"], "f32");
+  for (const char* path : {"/output/o", "/output_grad/v"}) {
+    const auto wide = values(file("wide.h5"), path), half = values(file("half.h5"), path);
+    for (std::size_t i = 0; i < wide.size(); ++i)
+      EXPECT_NEAR(half[i], wide[i], 0x1.01p-11 * std::abs(wide[i]) + 0x1p-24) << path << " " << i;
+  }
+}
+
+TEST_F(Run, NumbersTooLargeForTheType) {
+  Contents input = small_input();
+  input["/inputs/v"].values<double>()[13] = -65520;
+  input.write(file("in.h5"));
+  const Arguments arguments{"run", file("in.h5"), file("out.h5"), "--dtype"};
+  const auto with = [&](const char* dtype) {
+    Arguments all = arguments;
+    all.push_back(dtype);
+    return run(all);
+  };
+  EXPECT_TRUE(
+      complained(with("f16"), 2,
+                 {file("in.h5"), "/inputs/v", "at most 65504", "f16", "-65520", "[1, 0, 3, 0]"}));
+  EXPECT_EQ(files(), Strings{"in.h5"});
+  EXPECT_TRUE(succeeded(with("bf16")));
+  // 65519 rounds to 65504; a hidden key may hold anything.
+  input["/inputs/v"].values<double>()[13] = -65519;
+  input.write(file("in.h5"));
+  EXPECT_TRUE(succeeded(with("f16")));
+  input["/inputs/v"].values<double>()[13] = 1e300;
+  io::Array mask(io::ElementType::u8, {2, 5});
+  for (std::uint8_t& visible : mask.values<std::uint8_t>()) visible = 1;
+  mask.values<std::uint8_t>()[5 + 3] = 0;
+  input.datasets.emplace("/inputs/key_mask", mask);
+  input.write(file("in.h5"));
+  EXPECT_TRUE(succeeded(with("f16")));
+  const auto o = values(file("out.h5"), "/output/o");
+  EXPECT_TRUE(std::all_of(o.begin(), o.end(), [](double x) { return std::isfinite(x); }));
+}
+
 TEST_F(Run, CheckCanFail) {
   // Without division by exact zeros, but with denominators that cancel: too much to ask of f32.
   ASSERT_TRUE(
@@ -299,7 +378,7 @@ TEST_F(Run, JsonOnStandardOutputIsAlone) {
 TEST_F(Run, SameBitsWhateverTheThreads) {
   ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--batch", "2", "--heads", "3", "--nq",
                              "150", "--d", "5", "--dv", "7", "--seed", "11"})));
-  for (const char* dtype : {"f64", "f32"}) {
+  for (const char* dtype : {"f64", "f32", "f16", "bf16"}) {
     std::string first;
     for (const char* threads : {"1", "2", "3"})
       for (const char* space : {"", "serial"}) {

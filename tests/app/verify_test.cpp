@@ -3,6 +3,7 @@
 #include <cmath>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/files.hpp"
@@ -37,10 +38,11 @@ TEST_F(Verify, EverySpacePrecisionAndQuantity) {
   const auto info = nlohmann::json::parse(run({"info", "--json", "-"}).out);
   for (const auto& space : info["spaces"]) enabled.insert(space["name"]);
   EXPECT_EQ(spaces, enabled);
-  EXPECT_EQ(seen.size(), enabled.size() * 2 * 6);
-  EXPECT_EQ(json["files"][1]["comparisons"].size(), enabled.size() * 2 * 4);
-  EXPECT_EQ(json["comparisons"], enabled.size() * 2 * 10);
+  EXPECT_EQ(seen.size(), enabled.size() * 4 * 6);
+  EXPECT_EQ(json["files"][1]["comparisons"].size(), enabled.size() * 4 * 4);
+  EXPECT_EQ(json["comparisons"], enabled.size() * 4 * 10);
   EXPECT_EQ(json["failed"], 0);
+  EXPECT_EQ(json["skipped"], 0);
 
   const Result narrow =
       run({"verify", data(fixture), "--space", "serial", "--dtype", "f32", "--json", "-"});
@@ -82,15 +84,85 @@ TEST_F(Verify, OneChangedNumber) {
     EXPECT_NE(result.out.find("FAIL"), std::string::npos) << result.out;
     EXPECT_NE(result.out.find(std::string(change.dataset) + change.index), std::string::npos)
         << result.out;
+    // In 16 bits the dense reference is expected, and not what the file says.
     const auto json = this->json("v.json");
-    EXPECT_EQ(json["failed"], json["comparisons"].get<int>() / 6);
+    EXPECT_EQ(json["failed"], json["comparisons"].get<int>() / 6 / 2);
     for (const auto& c : json["files"][0]["comparisons"]) {
-      EXPECT_EQ(c["ok"], c["dataset"] != change.dataset) << c;
+      const bool is_wide = c["dtype"] == "f64" || c["dtype"] == "f32";
+      EXPECT_EQ(c["ok"], !is_wide || c["dataset"] != change.dataset) << c;
       if (c["ok"]) continue;
       EXPECT_NEAR(c["error"].get<double>(), 1e-3, 1e-4);
       EXPECT_EQ(c["worst"]["expected"].get<double>(), elements[change.element]);
     }
   }
+}
+
+/// In 16 bits: errors of the size of the roundings, and not of float.
+TEST_F(Verify, SixteenBits) {
+  for (const auto& [dtype, unit] : {std::pair{"f16", 0x1p-11}, std::pair{"bf16", 0x1p-8}}) {
+    ASSERT_TRUE(
+        succeeded(run({"verify", data(fixture), "--dtype", dtype, "--json", file("v.json")})));
+    const auto json = this->json("v.json");
+    EXPECT_GT(json["comparisons"], 0);
+    for (const auto& c : json["files"][0]["comparisons"]) {
+      EXPECT_EQ(c["dtype"], dtype);
+      EXPECT_LE(c["error"], c["tolerance"]);
+      if (c["quantity"] == "o") {
+        EXPECT_LE(c["error"], 1.01 * unit);
+        EXPECT_GE(c["error"], 0.1 * unit);
+        EXPECT_EQ(c["tolerance"], c["dtype"] == "f16" ? 4e-3 : 3e-2);
+      }
+    }
+  }
+}
+
+/// The tolerance of the file for the type counts, and storage itself is excused.
+TEST_F(Verify, ToleranceOfSixteenBits) {
+  Contents contents = Contents::read(data(fixture));
+  for (const char* group : {"/expected", "/expected_grad"})
+    for (const char* name : {"rtol_f16", "rtol_bf16"}) contents.attributes[group][name] = 0.25;
+  contents.write(file("loose.h5"));
+  ASSERT_TRUE(succeeded(run({"verify", file("loose.h5"), "--json", file("v.json")})));
+  const auto json = this->json("v.json");
+  for (const auto& c : json["files"][0]["comparisons"])
+    EXPECT_EQ(c["tolerance"] >= 0.25, c["dtype"] == "f16" || c["dtype"] == "bf16") << c;
+  // Gradients that are 0 but for the rounding of o.
+  EXPECT_TRUE(succeeded(run({"verify", data("fixtures/elu_full_constant_values.h5"),
+                             data("fixtures/elu_causal_d1_dv1.h5")})));
+}
+
+TEST_F(Verify, SixteenBitsThatAreNotPossibleAreSkippedOrRefused) {
+  Contents contents = Contents::read(data(fixture));
+  contents["/inputs/k"].values<double>()[2 * 130 + 5] = 7e4;
+  contents.write(file("large.h5"));
+  const std::string state = data("fixtures/extended/elu_causal_state_gqa.h5");
+  const Result result = run({"verify", state, "--json", file("v.json")});
+  ASSERT_TRUE(succeeded(result));
+  EXPECT_NE(result.out.find("skipped: the dense reference does not know states"), std::string::npos)
+      << result.out;
+  auto json = this->json("v.json");
+  EXPECT_EQ(json["skipped"], 2);
+  EXPECT_EQ(json["files"][0]["skipped"][0]["dtype"], "f16");
+  EXPECT_EQ(json["files"][0]["skipped"][1]["dtype"], "bf16");
+  EXPECT_TRUE(
+      complained(run({"verify", state, "--dtype", "bf16"}), 2, {state, "does not know states"}));
+  EXPECT_TRUE(complained(run({"verify", file("large.h5"), "--dtype", "f16"}), 2,
+                         {file("large.h5"), "/inputs/k", "65504", "f16", "70000", "[0, 1, 2, 1]"}));
+  EXPECT_TRUE(succeeded(run({"verify", file("large.h5"), "--dtype", "bf16"})));
+  run({"verify", file("large.h5"), "--json", file("v.json")});
+  json = this->json("v.json");
+  EXPECT_EQ(json["skipped"], 1);
+  EXPECT_EQ(json["files"][0]["skipped"][0]["dtype"], "f16");
+
+  // A result too large for the type, of inputs that are not.
+  Contents product = small_input();
+  product.attributes["/"]["variant"] = "identity";
+  for (const char* name : {"/inputs/q", "/inputs/k"})
+    for (double& x : product[name].values<double>()) x = 300;
+  product.datasets.emplace("/expected/o", ramp({2, 4, 3, 1}));
+  product.write(file("product.h5"));
+  EXPECT_TRUE(complained(run({"verify", file("product.h5"), "--dtype", "f16"}), 2,
+                         {file("product.h5"), "/expected/o", "65504"}));
 }
 
 /// States are compared as numbers: with other exponents and significands to match they are the
@@ -189,8 +261,8 @@ TEST_F(Verify, OutputOnlyOrGradientsOnly) {
   gradient.write(file("g.h5"));
   ASSERT_TRUE(succeeded(
       run({"verify", file("o.h5"), file("g.h5"), "--space", "serial", "--json", file("v.json")})));
-  EXPECT_EQ(json("v.json")["files"][0]["comparisons"].size(), 2u);
-  EXPECT_EQ(json("v.json")["files"][1]["comparisons"].size(), 8u);
+  EXPECT_EQ(json("v.json")["files"][0]["comparisons"].size(), 4u);
+  EXPECT_EQ(json("v.json")["files"][1]["comparisons"].size(), 16u);
 }
 
 /// A file that cannot be used does not hide what is wrong with the others.

@@ -65,9 +65,10 @@ T slope(Kernel kernel, T parameter, T x) {
 }
 
 /// Linear attention in linear time: running sums S = sum phi(k) v^T, z = sum phi(k) forward, and
-/// R = sum phi(q) [G, e]^T backward, in T throughout.
+/// R = sum phi(q) [G, e]^T backward, in T throughout. Backward sees each element of o off by
+/// max(unit |o|, least), to the side that changes the gradients most.
 template <class T>
-Recurrence<T> recurrence(const Case<T>& c, Mistake mistake) {
+Recurrence<T> recurrence(const Case<T>& c, Mistake mistake, T unit = 0, T least = 0) {
   const auto& p = c.problem;
   const auto kernel = c.settings.kernel;
   const bool lln = kernel == Kernel::lln, causal = c.settings.causal,
@@ -116,7 +117,8 @@ Recurrence<T> recurrence(const Case<T>& c, Mistake mistake) {
           o[i * dv + n] = normalise ? sum / denominator : scale * sum;
           G[i * dv + n] = normalise ? d_o[i * dv + n] / denominator : scale * d_o[i * dv + n];
           const std::size_t row = mistake == Mistake::stale_output && i > 0 ? i - 1 : i;
-          dot += d_o[i * dv + n] * o[row * dv + n];
+          const T seen = o[row * dv + n], off = std::max(unit * std::abs(seen), least);
+          dot += d_o[i * dv + n] * (seen + std::copysign(off, d_o[i * dv + n]));
         }
         e[i] = normalise && mistake != Mistake::no_denominator_gradient ? -dot / denominator : T(0);
         for (std::size_t m = 0; m < d; ++m) {
@@ -222,6 +224,39 @@ TEST_P(ReferenceBounds, SeeMistakes) {
   for (const auto mistake : mistakes)
     EXPECT_GT(worst_of_bound(c, recurrence(c, mistake)), 10)
         << "mistake " << static_cast<int>(mistake);
+}
+
+TEST_P(ReferenceBounds, EffectsOfARoundedOutputAreReached) {
+  constexpr double unit = 0x1p-8, least = 0x1p-12;
+  auto c = make<double>(191);
+  keep_alive(c);
+  const auto exact = recurrence(c, Mistake::none), off = recurrence(c, Mistake::none, unit, least);
+  const auto effects =
+      reference::rounded_output_effects(c.problem, c.settings, c.tensors, c.d_o, unit, least);
+  for (std::size_t n = 0; n < exact.o.size(); ++n)
+    EXPECT_TRUE(near(effects.o[n], std::max(unit * std::abs(exact.o[n]), least), 1e-10));
+  EXPECT_EQ(*std::max_element(effects.v.begin(), effects.v.end()), 0);
+  double largest = 0;
+  const auto compare = [&](const std::vector<double>& a, const std::vector<double>& b,
+                           const std::vector<double>& effect, bool reached) {
+    for (std::size_t n = 0; n < a.size(); ++n) {
+      const double change = std::abs(a[n] - b[n]), slack = 1e-10 * (std::abs(a[n]) + effect[n]);
+      ASSERT_LE(change, effect[n] + slack) << n;
+      if (reached) {
+        ASSERT_GE(change, effect[n] - slack) << n;
+      }
+      largest = std::max(largest, effect[n]);
+    }
+  };
+  const auto &x = exact.gradient, &y = off.gradient;
+  // With features and slopes of one sign, rows do not cancel in a key, and with one row in nothing.
+  const bool positive = c.settings.kernel == Kernel::elu || c.settings.kernel == Kernel::lln ||
+                        c.settings.kernel == Kernel::relu;
+  compare(x.q, y.q, effects.q, true);
+  compare(x.k, y.k, effects.k, positive);
+  compare(x.alpha, y.alpha, effects.alpha, false);
+  compare(x.beta, y.beta, effects.beta, false);
+  EXPECT_EQ(largest > 0, c.settings.normalise);
 }
 
 TEST_P(ReferenceBounds, ReferenceInDoubleIsGoodToAFewRoundings) {

@@ -177,6 +177,60 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
   return sums;
 }
 
+/// What it does to the gradients, at most and to first order, that o is kept in a narrow type
+/// between forward and backward: every element of o is off by up to max(unit |o|, least). Only e_i
+/// depends on o, so with
+///
+///     eps_i = sum_c |g_ic| max(unit |o_ic|, least) / |s_i|
+///
+/// dq_id changes by up to eps_i |sum_j dt/dx|, dk_jd by sum_i eps_i |dt/dy|, dalpha by sum_i eps_i
+/// |sum_jd q_id t|, dbeta by sum_i eps_i |sum_jd k_jd t|; o itself by max(unit |o|, least), dv not
+/// at all, and without normaliser no gradient does. \throws InvalidArgument if extents, sizes,
+/// masks or borders do not fit together.
+template <ReferenceReal Real>
+Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& settings,
+                                        const Tensors<Real>& tensors, const std::vector<Real>& d_o,
+                                        Real unit, Real least) {
+  const detail::Rows<Real> rows(problem, settings, tensors);
+  detail::check_cotangent(problem, d_o);
+  const std::size_t d = rows.d(), dv = rows.dv();
+  Magnitudes<Real> effects;
+  effects.o.resize(d_o.size());
+  effects.q.resize(tensors.q.size());
+  effects.k.resize(tensors.k.size());
+  effects.v.resize(tensors.v.size());
+  effects.alpha.resize(settings.alpha.size());
+  effects.beta.resize(settings.beta.size());
+  rows.for_each([&](const detail::Row<Real>& row) {
+    if (row.vanishes(settings.normalise)) return;
+    const std::size_t keys = row.keys.size();
+    const Real factor =
+        settings.normalise ? 1 / row.denominator : static_cast<Real>(settings.scale);
+    Real change = 0;  // eps_i
+    for (std::size_t c = 0; c < dv; ++c) {
+      const Real o = std::abs(detail::weighted_value(row, tensors.v, dv, c) * factor);
+      effects.o[row.query * dv + c] = std::max(unit * o, least);
+      change += std::abs(d_o[row.query * dv + c] * factor) * effects.o[row.query * dv + c];
+    }
+    if (!settings.normalise) return;
+    Real by_alpha = 0, by_beta = 0;
+    for (std::size_t c = 0; c < d; ++c) {
+      Real by_query = 0;
+      for (std::size_t j = 0; j < keys; ++j) {
+        by_query += rows.by_query(row, j, c);
+        effects.k[row.keys[j] * d + c] += change * std::abs(rows.by_key(row, j, c));
+        by_alpha += tensors.q[row.query * d + c] * row.terms[j * d + c];
+        by_beta += tensors.k[row.keys[j] * d + c] * row.terms[j * d + c];
+      }
+      effects.q[row.query * d + c] = change * std::abs(by_query);
+    }
+    if (!rows.exponential()) return;
+    effects.alpha[row.head] += change * std::abs(by_alpha);
+    effects.beta[row.kv_head] += change * std::abs(by_beta);
+  });
+  return effects;
+}
+
 /// Roundings of one feature in units of u chi: relu and identity none, quadratic its product; elu
 /// the scaling of the argument to base 2 (constant and product, 2 |x|) and an exponential good to 2
 /// u; lln three for the argument, one for each of two shifts of at most twice chi, and the
