@@ -223,16 +223,20 @@ struct BoundExponential {
   /// Logarithms to base 2 saturate at this size, where T resolves less than 1/16 of them.
   static constexpr T limit = T(1 << 20);
 
-  KOKKOS_FORCEINLINE_FUNCTION T nearest(T x) const {
-    x = x > -largest ? x : -largest;  // also for a NaN
-    x = x < largest ? x : largest;
-    return round_to_integer(x * high);
+  /// x within the range where the logarithm does not saturate; a NaN passes.
+  KOKKOS_FORCEINLINE_FUNCTION T within(T x) const {
+    x = -largest > x ? -largest : x;
+    return largest < x ? largest : x;
   }
-  KOKKOS_FORCEINLINE_FUNCTION int exponent(T x) const { return static_cast<int>(nearest(x)); }
+  /// The logarithm to base 2, rounded; the least of all for a NaN.
+  KOKKOS_FORCEINLINE_FUNCTION T nearest(T within_range) const {
+    const T y = within_range * high;
+    return round_to_integer(y > -limit ? y : -limit);
+  }
+  KOKKOS_FORCEINLINE_FUNCTION int exponent(T x) const { return static_cast<int>(nearest(within(x))); }
   KOKKOS_FORCEINLINE_FUNCTION T value(T x, int shift) const {
+    x = within(x);
     const T n = nearest(x);
-    x = -largest > x ? -largest : x;  // a NaN passes
-    x = largest < x ? largest : x;
     const T f = fused_multiply_add(x, low, fused_multiply_add(x, high, -n));
     return exp2_fraction(f) * power_of_two<T>(static_cast<int>(n) - shift);
   }

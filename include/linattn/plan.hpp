@@ -41,7 +41,7 @@ struct Plan {
   int tiles = 1;                  ///< windows of a state that are worked on at once
   int workers = 1;                ///< teams launched at most
   int team_size = 1;              ///< threads of a team
-  int shift_interval = 16;        ///< chunks between stored shifts (scaled feature maps)
+  int shift_interval = 1;         ///< chunks between stored shifts (scaled feature maps)
   bool compensated = false;       ///< sums over chunks keep what rounding loses (long sequences in fp32)
   bool tiles_in_scratch = false;  ///< tiles live in the team's scratch memory, else in the workspace
   std::size_t tile_bytes = 0;     ///< fast memory of one worker
@@ -105,6 +105,7 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
   constexpr int largest_chunk = 1 << 14;
   constexpr int most_segments = 1024;
   constexpr int most_tiles = 16;
+  constexpr int shift_interval = 1024;        // tokens
   constexpr double worth_it = 0.97;           // a finer cut must gain this much
   // additions to a state whose rounding, about sqrt(n / 3) ulp / 4 of its size, is let pass: 1.3e-6 in fp32
   constexpr std::int64_t additions = 4096;
@@ -163,6 +164,7 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
           Plan trial = plan;
           trial.chunk = chunk;
           trial.tiles = tiles;
+          trial.shift_interval = std::max(1, shift_interval / chunk);
           if (request.tile_bytes(trial) > machine.scratch_bytes) continue;
           plan = trial;
           return true;
@@ -173,6 +175,7 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
     plan.tiles_in_scratch = fits();
     plan.segments = static_cast<int>(std::min<std::int64_t>(plan.segments, chunks()));
   }
+  plan.shift_interval = std::max(1, shift_interval / plan.chunk);
   plan.tile_bytes = request.tile_bytes(plan);
   plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * plan.segments * plan.tiles, 1, most_workers));
   return plan;

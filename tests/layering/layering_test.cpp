@@ -39,7 +39,7 @@ const std::vector<Layer>& layers() {
        base},
       {"parts",
        std::regex(
-           "include/linattn/(call|plan|team|tile|state|mask|normaliser|feature_map|variant)\\.hpp"),
+           "include/linattn/(call|plan|team|tile|tile_product|tile_tensor_core|state|mask|normaliser|feature_map|variant)\\.hpp"),
        parts},
       {"engine", std::regex("include/linattn/engine/.*"), {"rules", "base", "parts", "engine"}},
       {"local softmax",

@@ -32,13 +32,16 @@ class Memory : public ::testing::Test {
     return found.tiles_in_scratch ? 0 : static_cast<std::int64_t>(found.tile_bytes) * found.workers;
   }
 
-  /// What performance.md allows: one number per row, and a state for every segment.
+  /// One number per row, and a state for every segment: its windows padded to 64 bytes, z once for each.
   static std::int64_t allowed(const Problem& p, Pass pass, const Options& options) {
     const Plan found = plan<T>(ExecSpace(), variant(), p, pass, options);
     const auto number = static_cast<std::int64_t>(sizeof(A));
-    std::int64_t state = p.d * (p.dv + 1) * number;
-    if (is_scaled<V>) state += 2 * p.d * static_cast<std::int64_t>(sizeof(int));
-    const std::int64_t parts = static_cast<std::int64_t>(sizeof(double)) * (p.group() + 1);
+    const std::int64_t tiles = found.tiles, granule = tiles > 1 ? tiles * (64 / number) : 1;
+    const std::int64_t narrow = pass == Pass::forward ? p.dv : std::max(p.d, p.dv);
+    const std::int64_t wide = p.d * p.dv / std::max<std::int64_t>(narrow, 1);
+    std::int64_t state = ((narrow + granule - 1) / granule * granule * wide + tiles * p.d) * number;
+    if (is_scaled<V>) state += 2 * tiles * p.d * static_cast<std::int64_t>(sizeof(int));
+    const std::int64_t parts = tiles * static_cast<std::int64_t>(sizeof(double)) * (p.group() + 1);
     return p.batch * p.heads * p.nq * number +
            found.segments * p.batch * p.kv_heads * (state + parts) +
            workers_bytes(p, pass, options) +

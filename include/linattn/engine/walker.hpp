@@ -170,7 +170,7 @@ class Walker {
 
   KOKKOS_FUNCTION void walk_key_gradient() {
     enter_query_state();
-    clear_parameter_parts(m_args.key_parameter_parts, 1);
+    if (m_args.wants_keys) clear_parameter_parts(m_args.key_parameter_parts, 1);
     const Range range = segment_chunks(m_sequence.nk);
     if (m_args.causal) {
       for (std::int64_t c = range.last; c-- > range.first;) {
@@ -1301,11 +1301,11 @@ class Walker {
         if (part) {
           for_each(m_team, count, [&](int r) {
             constexpr int parts = 8;
-            A term[parts] = {};
+            double term[parts] = {};  // terms of both signs that may be much larger than their sum
             for (int d = 0; visible(r) && d < m_features; ++d)
-              term[d % parts] +=
-                  map.parameter_derivative(x.data[r * x.row + d * x.element], f.data[r * f.ld + d]) *
-                  df[r * ld + d];
+              term[d % parts] += static_cast<double>(map.parameter_derivative(
+                                     x.data[r * x.row + d * x.element], f.data[r * f.ld + d])) *
+                                 static_cast<double>(df[r * ld + d]);
             double total = 0;
             for (int p = 0; p < parts; ++p) total += term[p];
             m_tiles.parameter_terms[r] = total;
