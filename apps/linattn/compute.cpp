@@ -238,7 +238,8 @@ Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& 
                         .normalise = job.normalise,
                         .scale = job.scale,
                         .chunk = execution.chunk,
-                        .segments = execution.segments};
+                        .segments = execution.segments,
+                        .tiles = execution.tiles};
   Outcome outcome;
   const auto prepare = [&](Pass pass) {
     return PassReport{plan<T>(exec, variant, job.problem, pass, options),

@@ -76,6 +76,7 @@ struct Execution {
   Scalar scalar = Scalar::f64;
   int chunk = 0;     ///< 0: the plan decides
   int segments = 0;  ///< likewise
+  int tiles = 0;     ///< likewise
   int repeat = 0;    ///< timed runs after a first one; 0: the first one only
 };
 

@@ -147,6 +147,7 @@ Json to_json(const PassReport& report) {
               {"plan",
                {{"chunk", plan.chunk},
                 {"segments", plan.segments},
+                {"tiles", plan.tiles},
                 {"workers", plan.workers},
                 {"team_size", plan.team_size},
                 {"tile_bytes", plan.tile_bytes}}}};

@@ -112,6 +112,11 @@ void ExecutionOptions::add_to(CLI::App& command, const std::string& space_defaul
                   "Pieces of a sequence worked on at once (default 0: the plan decides)")
       ->type_name("COUNT")
       ->check(integer_between(0, largest));
+  command
+      .add_option("--tiles", tiles,
+                  "Windows of a state worked on at once (default 0: the plan decides)")
+      ->type_name("COUNT")
+      ->check(integer_between(0, largest));
 }
 
 void add_json_option(CLI::App& command, std::string& target) {

@@ -40,12 +40,13 @@ struct ConfigOptions {
   std::map<std::string, io::Value> values() const;
 };
 
-/// --space, --dtype, --chunk, --segments. Empty texts mean "not given".
+/// --space, --dtype, --chunk, --segments, --tiles. Empty texts mean "not given".
 struct ExecutionOptions {
   std::string space;
   std::string dtype;
   int chunk = 0;
   int segments = 0;
+  int tiles = 0;
 
   /// `space_default` and `dtype_default` are for the help.
   void add_to(CLI::App& command, const std::string& space_default,

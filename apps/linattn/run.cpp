@@ -66,6 +66,7 @@ Execution execution_of(const RunOptions& options, io::ElementType stored) {
           .scalar = given.dtype.empty() ? natural : scalar_from_name(given.dtype),
           .chunk = given.chunk,
           .segments = given.segments,
+          .tiles = given.tiles,
           .repeat = options.repeat};
 }
 
@@ -120,12 +121,10 @@ void write_output(const RunOptions& options, const io::TensorFile& file, const R
 /// Gradients of parameters are compared head by head: their sum may cancel.
 std::vector<Comparison> check(const io::TensorFile& file, const Job& job, const Results& found,
                               Scalar scalar) {
-  const RoundedReference reference = is_16_bit(scalar)
-                                         ? compute_rounded_reference(job, scalar)
-                                         : RoundedReference{compute_reference(job), {}};
+  const RoundedReference reference = is_16_bit(scalar) ? compute_rounded_reference(job, scalar)
+                                                       : compute_conditioned_reference(job, scalar);
   const Results& expected = reference.values;
   const auto allowed = [&](const std::string& quantity, std::size_t gradient) {
-    if (!is_16_bit(scalar)) return 0.0;
     return allowed_error(
         scalar, quantity,
         quantity == "o" ? reference.effects.o : reference.effects.gradients[gradient].array);
@@ -167,7 +166,8 @@ std::string pass_text(const PassReport& report) {
   const Plan& plan = report.plan;
   const auto [least, most] = std::minmax_element(report.seconds.begin(), report.seconds.end());
   return detail::message(duration(report.median()), " (median of ", report.seconds.size(), ", ",
-                         duration(*least), " to ", duration(*most), "), chunk ", plan.chunk, ", segments ", plan.segments, ", workers ",
+                         duration(*least), " to ", duration(*most), "), chunk ", plan.chunk, ", segments ", plan.segments,
+                         ", tiles ", plan.tiles, ", workers ",
                          plan.workers, ", workspace ", bytes(report.workspace_bytes));
 }
 

@@ -56,7 +56,7 @@ std::vector<Execution> executions(const ExecutionOptions& given, Scalar scalar) 
   std::vector<Execution> all;
   for (const Space space : spaces)
     all.push_back(
-        {.space = space, .scalar = scalar, .chunk = given.chunk, .segments = given.segments});
+        {.space = space, .scalar = scalar, .chunk = given.chunk, .segments = given.segments, .tiles = given.tiles});
   return all;
 }
 

@@ -23,7 +23,7 @@ TEST(Usage, HelpAndVersion) {
   const std::string help = run({"run", "--help"}).out;
   for (const char* option : {"--variant", "--causal", "--full", "--backward", "--dtype", "--space",
                              "--alpha", "--beta", "--normalise", "--no-normalise", "--scale",
-                             "--chunk", "--segments", "--check", "--repeat", "--json"})
+                             "--chunk", "--segments", "--tiles", "--check", "--repeat", "--json"})
     EXPECT_NE(help.find(option), std::string::npos) << option;
 }
 

@@ -51,7 +51,7 @@ TEST_F(Verify, EverySpacePrecisionAndQuantity) {
 }
 
 TEST_F(Verify, ChunksAndSegments) {
-  EXPECT_TRUE(succeeded(run({"verify", data(fixture), "--chunk", "16", "--segments", "3"})));
+  EXPECT_TRUE(succeeded(run({"verify", data(fixture), "--chunk", "16", "--segments", "3", "--tiles", "2"})));
 }
 
 struct Change {
