@@ -239,7 +239,7 @@ def column_name(file):
 
 def text_table(files, lines):
     heads = ["", "bar", *(column_name(file) for file in files)]
-    rows = [[line.what, line.bar, *map(str, line.cells)] for line in lines]
+    rows = [[line.what, line.bar, *map(str, line.cells)] for line in measured(lines)]
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [heads, *rows])
 
@@ -250,7 +250,7 @@ def markdown_table(heads, rows):
 
 def bars_markdown(files, lines):
     return markdown_table(["what", "bar", *(column_name(file) for file in files)],
-                          [[line.what, line.bar, *(cell.markdown for cell in line.cells)] for line in lines])
+                          [[line.what, line.bar, *(cell.markdown for cell in line.cells)] for line in measured(lines)])
 
 
 def short_number(value):
@@ -322,17 +322,26 @@ def count(lines):
     return {word: verdicts.count(word) for word in ("ok", "below", "disturbed", "missing")}
 
 
+def measured(lines):
+    return [line for line in lines if any(cell.verdict != "missing" for cell in line.cells)]
+
+
 def summary(lines):
     n = count(lines)
-    return (f"{sum(n.values()) - n['missing']} bars measured: {n['ok']} hold, {n['below']} below, "
-            f"{n['disturbed']} disturbed; {n['missing']} not measured")
+    text = (f"{sum(n.values()) - n['missing']} bars measured: {n['ok']} hold, {n['below']} below, "
+            f"{n['disturbed']} disturbed")
+    shown = measured(lines)
+    absent = dict.fromkeys(re.sub(r",.*", "", line.what) for line in lines if line not in shown)
+    for line in shown:
+        absent.pop(re.sub(r",.*", "", line.what), None)
+    return text + (f". Not measured: {'; '.join(absent)}" if absent else "")
 
 
 def write_docs(root, hosts, host, step_files, gpu_files, gpu):
     where = "\n".join(f"- {configuration(file)}" for file in [*hosts, *gpu_files])
     notes = [f"- {column_name(file)}: {complaint}" for file in hosts for complaint in results.probe_complaints(file)]
     page = root / "docs/performance.md"
-    text = f"{where}\n\n{bars_markdown(hosts, host)}\n\n{summary(host)}."
+    text = f"{where}\n\n{bars_markdown(hosts, host)}\n\n{summary(host + ([] if gpu_files else gpu))}."
     if notes:
         text += "\n\nThe probes of these runs were not steady:\n\n" + "\n".join(notes)
     if gpu_files:

@@ -23,18 +23,22 @@ def steady(file, group, **parts):
 
 def tag(file, files):
     """What tells this file from the others, for labels."""
+    def value(f, key):
+        return f.context.get(key, "LinAttn" if key == "library" else "")
     words = []
-    for key, format_value in (("library", str), ("execution_space", str), ("threads", lambda n: f"{n} threads" if int(n) > 1 else "1 thread")):
-        values = {f.context.get(key, "LinAttn" if key == "library" else "") for f in files}
-        value = file.context.get(key, "LinAttn" if key == "library" else "")
-        if len(values) > 1 and value:
-            words.append(format_value(value))
+    if len({value(f, "library") for f in files}) > 1:
+        words.append(value(file, "library"))
+    elif len({value(f, "execution_space") for f in files}) > 1:
+        words.append(value(file, "execution_space"))
+    if len({value(f, "threads") for f in files}) > 1:
+        words.append("1 thread" if file.threads == 1 else f"{file.threads} threads")
     return ", ".join(words)
 
 
 def series(files, group, key):
     """Rows by label: those of a pass, variant and type, sorted by key(row)."""
     found = {}
+    files = [file for file in files if file.of(group)]
     for file in files:
         variants = {(row.variant, row.type, row.mask) for f in files for row in f.of(group)}
         for row in steady(file, group):
@@ -66,15 +70,18 @@ def memory(row):
 
 
 def efficiency(files):
-    rows = [row for file in files for row in file.of("main", type="f32")]
-    chart = Chart("eff in fp32, causal", Axis("", categories=list(dict.fromkeys(row.variant for row in rows))),
+    rows = [row for file in files for row in file.of("main", type="f32") if "eff" in row.counters]
+    files = [file for file in files if any("eff" in row.counters for row in file.of("main"))]
+    name = lambda row: row.variant.replace("_", " ")
+    chart = Chart("eff in fp32, causal", Axis("", categories=list(dict.fromkeys(map(name, rows)))),
                   Axis("eff = least time / time", low=0, high=max([1.0] + [row["eff"] for row in rows])))
     for file in files:
         for passes in PASSES:
             for d in sorted({row.extents["D"] for row in rows}):
-                chosen = [row for row in steady(file, "main", type="f32", passes=passes) if row.extents["D"] == d]
+                chosen = [row for row in steady(file, "main", type="f32", passes=passes)
+                          if "eff" in row.counters and row.extents["D"] == d]
                 chart.line(", ".join(filter(None, [f"{passes}, D = {d}", tag(file, files)])),
-                           [row.variant for row in chosen], [row["eff"] for row in chosen])
+                           [name(row) for row in chosen], [row["eff"] for row in chosen])
     chart.level(0.6, "bar forward, free features")
     chart.level(0.5, "bar backward; forward with elu")
     return chart
@@ -84,8 +91,8 @@ def charts(files):
     """All charts that have data."""
     nanoseconds = lambda row: row.seconds / row.tokens * 1e9
     eff = lambda row: row.counters.get("eff")
-    found = [efficiency(files)] if any(file.of("main") for file in files) else []
-    found += [
+    found = [
+        efficiency(files),
         against(files, "d_sweep", "D", "eff against D = Dv", Axis("D = Dv"), Axis("eff", low=0, high=1), eff),
         against(files, "d_sweep", "D", "Time of a FLOP against D = Dv", Axis("D = Dv"), Axis("time, ps", log=10),
                 lambda row: row.seconds / (row["GFLOP/s"] * 1e9 * row.seconds) * 1e12),
@@ -102,8 +109,8 @@ def charts(files):
 
 def caption(files):
     c = files[0].context
-    parts = [c.get(key) for key in ("cpu", "device", "compiler")] + [f"Kokkos {c['kokkos_version']}" if "kokkos_version" in c else None,
-                                                          str(c.get("date", ""))[:10]]
+    parts = [c.get("cpu"), c.get("device"), c.get("compiler"),
+             f"Kokkos {c['kokkos_version']}" if "kokkos_version" in c else None, str(c.get("date", ""))[:10]]
     return ", ".join(filter(None, parts))
 
 

@@ -72,16 +72,20 @@ class Chart:
         return self.x.categories.index(x) if self.x.categories else x
 
     @property
+    def legend_columns(self):
+        return 1 if any(len(s.label) > 32 for s in self.series) else 2
+
+    @property
     def height(self):
-        return HEIGHT + LEGEND_LINE * math.ceil(len(self.series) / 2)
+        return HEIGHT + LEGEND_LINE * math.ceil(len(self.series) / self.legend_columns)
 
 
 def number(value):
     """For people: 128k, 0.05, 3."""
     if value == 0:
         return "0"
-    if value >= 1024 and value % 1024 == 0 and (value // 1024) & (value // 1024 - 1) == 0:
-        return number(value // 1024) + "k" if value < 1024**2 else f"{value // 1024**2:g}M"
+    if value >= 1024 and value == int(value) and int(value) & (int(value) - 1) == 0:  # a power of two
+        return f"{int(value) // 1024}k" if value < 1024**2 else f"{int(value) // 1024**2}M"
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
@@ -100,10 +104,15 @@ def ticks(axis, low, high):
         for power in range(first, last + 1):
             found.append((float(base)**power, number(float(base)**power) if (power - first) % every == 0 else None))
             if base == 10 and last - first <= 4:
-                near = last - first <= 1
+                near = last - first <= 2
                 found += [(m * 10.0**power, number(m * 10.0**power) if near and m in (2, 5) else None)
                           for m in range(2, 10)]
-        return [(v, text) for v, text in found if low * (1 - 1e-9) <= v <= high * (1 + 1e-9)]
+        found = [(v, text) for v, text in found if low * (1 - 1e-9) <= v <= high * (1 + 1e-9)]
+        if sum(text is not None for _, text in found) >= 2:
+            return found
+        if len(found) >= 2:
+            return [(v, number(v)) for v, _ in found]
+        # less than what a logarithm divides: as a linear axis
     span = high - low
     step = 10.0**math.floor(math.log10(span / 4))
     step *= next(m for m in (1, 2, 2.5, 5, 10) if span / (m * step) <= 7)
@@ -117,7 +126,7 @@ def limits(axis, values):
     low, high = min(values), max(values)
     if axis.log:
         low, high = (low if axis.low is None else axis.low), (high if axis.high is None else axis.high)
-        margin = (high / low)**0.04 if high > low else axis.log**0.5
+        margin = (high / low)**0.04 if high > 1.05 * low else axis.log**0.5
         return low / margin, high * margin
     low, high = (min(low, 0) if axis.low is None else axis.low), (high if axis.high is None else axis.high)
     return low, high + 0.06 * ((high - low) or 1)
@@ -162,8 +171,8 @@ def _draw(chart):
         x = at_x(value)
         if not chart.x.categories:
             out.append(f'<line class="{"grid" if text else "minor"}" x1="{x:.1f}" y1="{y0}" x2="{x:.1f}" y2="{y1}"/>')
-        if text:
-            out.append(_text(x, y0 + 17, text))
+        for line, part in enumerate(text.split() if chart.x.categories else [text] if text else []):
+            out.append(_text(x, y0 + 17 + 14 * line, part))
     for value, text in ticks(chart.y, y_low, y_high):
         y = at_y(value)
         out.append(f'<line class="{"grid" if text else "minor"}" x1="{x0}" y1="{y:.1f}" x2="{x1}" y2="{y:.1f}"/>')
@@ -185,7 +194,8 @@ def _draw(chart):
             out.append(f'<polyline class="line" points="{text}" stroke="{s.colour}"{dash}/>')
         out += [_marker(s.marker, x, y, s.colour) for x, y in points]
     for i, s in enumerate(chart.series):
-        x, y = LEFT + (i % 2) * (WIDTH - LEFT) / 2, HEIGHT + 6 + LEGEND_LINE * (i // 2)
+        columns = chart.legend_columns
+        x, y = LEFT + (i % columns) * (WIDTH - LEFT) / 2, HEIGHT + 6 + LEGEND_LINE * (i // columns)
         dash = ' stroke-dasharray="6 3"' if s.dashed else ""
         if s.joined:
             out.append(f'<line class="line" x1="{x}" y1="{y}" x2="{x + 24}" y2="{y}" stroke="{s.colour}"{dash}/>')
