@@ -27,6 +27,15 @@ struct Fill {
   }
 };
 
+template <class T>
+struct FillKernel {
+  Fill fill;
+  T* data;
+  KOKKOS_FUNCTION void operator()(std::int64_t i) const {
+    data[i] = static_cast<T>(static_cast<accumulator_t<T>>(fill(static_cast<std::uint64_t>(i))));
+  }
+};
+
 /// FLOPs of the recurrent minimum (an FMA counts 2), with M = Dv + 1 values a row where rows are
 /// normalised: forward 2 D M for each key (state) and each query (output); backward 6 D M for each
 /// key (state, dk, dv) and 4 D M for each query (dq, mirrored state). What chunks add earns no credit.
@@ -50,6 +59,16 @@ inline double compulsory_bytes(const Problem& p, bool normalise, Pass pass, std:
       pass == Pass::backward ? once + queries * d + keys * (d + dv) + (normalise ? queries * dv : 0) : once;
   return elements * static_cast<double>(element) + denominators;
 }
+
+template <class T>
+constexpr const char* type_name() {
+  if constexpr (std::is_same_v<T, float>) return "f32";
+  if constexpr (std::is_same_v<T, double>) return "f64";
+  if constexpr (std::is_same_v<T, float16>) return "f16";
+  if constexpr (std::is_same_v<T, bfloat16>) return "bf16";
+}
+
+inline const char* pass_name(Pass pass) { return pass == Pass::backward ? "backward" : "forward"; }
 
 /// Tensors, workspace and calls of one problem. Constructing it runs the forward pass once.
 template <class T, class V, class ExecSpace>
@@ -119,20 +138,13 @@ class Case {
   }
   Gradients<ExecSpace, T> gradients() const { return {.q = d_q, .k = d_k, .v = d_v}; }
 
-  struct FillKernel {
-    Fill fill;
-    T* data;
-    KOKKOS_FUNCTION void operator()(std::int64_t i) const {
-      data[i] = static_cast<T>(static_cast<A>(fill(static_cast<std::uint64_t>(i))));
-    }
-  };
   Tensor filled(const char* name, std::int64_t heads, std::int64_t rows, std::int64_t columns, Fill fill) {
     const Tensor t(Kokkos::view_alloc(std::string(name), Kokkos::WithoutInitializing), m_p.batch, heads, rows,
                    columns);
     Kokkos::parallel_for("LinAttn::perf::fill",
                          Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(
                              m_exec, 0, static_cast<std::int64_t>(t.size())),
-                         FillKernel{fill, t.data()});
+                         FillKernel<T>{fill, t.data()});
     return t;
   }
 

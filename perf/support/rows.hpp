@@ -41,15 +41,6 @@ Machine<Exec>& machine();
 /// Every program registers its rows here, after Kokkos is initialised.
 void register_rows();
 
-template <class T>
-constexpr const char* type_name() {
-  if constexpr (std::is_same_v<T, float>) return "f32";
-  else if constexpr (std::is_same_v<T, double>) return "f64";
-  else return T::name;
-}
-
-inline const char* pass_name(Pass pass) { return pass == Pass::backward ? "backward" : "forward"; }
-
 /// What is to be attended, and under which name.
 template <class T, class V>
 struct Job {
