@@ -75,11 +75,12 @@ struct Roof {
 };
 
 /// The probes of a run. Drift is the change between the FMA probes before and after a row over the larger of
-/// them; scaling is the larger one over that of one thread at the begin of the run times the threads.
+/// them; scaling is what they reached in the median over that of one thread at the begin of the run times the
+/// threads. The best of a few short probes alone would not see another program that takes turns.
 template <class ExecSpace>
 class Machine {
  public:
-  static constexpr double largest_drift = 0.05, least_scaling = 0.9;
+  static constexpr double largest_drift = 0.05, least_scaling = 0.9, largest_delay = 1.4;
 
   Machine(const ExecSpace& exec, const Effort& effort) : m_exec(exec), m_effort(effort), m_triad(exec) {
     m_one_float = fma<float>(one_worker());
@@ -96,7 +97,7 @@ class Machine {
   /// FMA rate in the arithmetic of T of so many threads, well measured.
   template <class T>
   double fma(int threads) const {
-    return fma_rate<T>(m_exec, threads, m_effort.smoke() ? 0.1 : 30, m_effort.smoke() ? 1 : 5);
+    return fma_rate<T>(m_exec, threads, m_effort.smoke() ? 0.1 : 30, m_effort.smoke() ? 1 : 5).best;
   }
   /// That of all threads over what one thread promised.
   template <class T>
@@ -110,9 +111,13 @@ class Machine {
     Times times;
     Roof roof;         ///< the higher one of the two probes around the row
     double drift = 0, scaling = 0;  ///< of the FMA rate
-    /// Whether something else had the machine.
-    bool disturbed() const { return drift > largest_drift || scaling < least_scaling; }
-    double badness() const { return std::max(drift / largest_drift, least_scaling / scaling); }
+    /// Of the median over the shortest time.
+    double delay() const { return times.median / times.least; }
+    /// More than 1 if something else had the machine.
+    double disturbance() const {
+      return std::max({drift / largest_drift, least_scaling / scaling, delay() / largest_delay});
+    }
+    bool disturbed() const { return disturbance() > 1; }
   };
 
   /// Times sample(), which returns its own seconds, in units of the roofs for arithmetic of type T. A
@@ -122,13 +127,13 @@ class Machine {
     Row best;
     for (int attempt = 0; attempt < m_effort.attempts; ++attempt) {
       Row now;
-      const double before = brief_fma<T>();
+      const Rate before = brief_fma<T>();
       now.times = summary(sampled(m_effort, sample));
-      const double after = brief_fma<T>();
-      now.roof = {std::max(before, after), bandwidth()};
-      now.drift = std::abs(before - after) / now.roof.flops;
-      now.scaling = scaling<T>(now.roof.flops);
-      if (attempt == 0 || now.badness() < best.badness()) best = now;
+      const Rate after = brief_fma<T>();
+      now.roof = {std::max(before.best, after.best), bandwidth()};
+      now.drift = std::abs(before.best - after.best) / now.roof.flops;
+      now.scaling = scaling<T>(std::min(before.median, after.median));
+      if (attempt == 0 || now.disturbance() < best.disturbance()) best = now;
       if (!best.disturbed() || m_effort.smoke()) break;
     }
     return best;
@@ -138,8 +143,8 @@ class Machine {
   /// Threads of the probe that promises what all can do; a device has no use for one.
   int one_worker() const { return detail::is_host_space_v<ExecSpace> ? 1 : threads(); }
   template <class T>
-  double brief_fma() const {
-    return fma_rate<T>(m_exec, threads(), m_effort.smoke() ? 0.1 : 4, m_effort.smoke() ? 1 : 4);
+  Rate brief_fma() const {
+    return fma_rate<T>(m_exec, threads(), m_effort.smoke() ? 0.1 : 3, m_effort.smoke() ? 1 : 5);
   }
   /// Measured anew every few seconds.
   double bandwidth() {

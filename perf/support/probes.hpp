@@ -10,6 +10,7 @@
 #include <linattn/simd.hpp>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 /// \file probes.hpp
 /// The two roofs of a machine, measured with the threads that the benchmark uses: the rate of fused
@@ -79,24 +80,30 @@ struct DeviceFmaProbe {
   }
 };
 
-/// FMA rate of `threads` threads in FLOP/s (an FMA counts 2): the best of `runs` runs of some
-/// `milliseconds` each. The arithmetic is that of type T, float or double.
+/// Of several runs of a probe. The best is what the machine can do, the median what it did.
+struct Rate {
+  double best = 0, median = 0;
+};
+
+/// FMA rate of `threads` threads in FLOP/s (an FMA counts 2), in `runs` runs of some `milliseconds`
+/// each. The arithmetic is that of type T, float or double.
 template <class T, class ExecSpace>
-double fma_rate(const ExecSpace& exec, int threads, double milliseconds, int runs) {
+Rate fma_rate(const ExecSpace& exec, int threads, double milliseconds, int runs) {
   constexpr bool host = detail::is_host_space_v<ExecSpace>;
   using Memory = typename ExecSpace::memory_space;
   using Probe = std::conditional_t<host, HostFmaProbe<T>, DeviceFmaProbe<T, Memory>>;
   // Steps for the time asked for, if a step of a thread takes 3 ns (host) or 200 ns (device).
   const auto steps = static_cast<std::int64_t>(milliseconds * 1e6 / (host ? 3.0 : 200.0)) + 1;
   const Probe probe{steps, decltype(Probe::sink)("LinAttn::perf::sink", threads)};
-  double best = 0;
+  std::vector<double> rates;
   for (int run = 0; run < runs; ++run) {
     const double time = seconds_of(exec, [&] {
       Kokkos::parallel_for("LinAttn::perf::fma", Kokkos::RangePolicy<ExecSpace>(exec, 0, threads), probe);
     });
-    best = std::max(best, threads * Probe::flops(steps) / time);
+    rates.push_back(threads * Probe::flops(steps) / time);
   }
-  return best;
+  std::sort(rates.begin(), rates.end());
+  return {rates.back(), rates[(rates.size() - 1) / 2]};
 }
 
 struct Triad {
