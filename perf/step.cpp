@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Decoding: one token for every head, with the state of all before it. support/rows.hpp says what is counted;
+// Decoding: one token for every head, with the state of all before it, in place. support/rows.hpp says what is counted;
 // bytes are those of the token and of the state, read and written. eff above 1 means that the states stay in a
 // cache, whose bandwidth is higher than the triad's.
 //
@@ -38,12 +38,8 @@ class Decoder {
     z = Tensor<A***>("z", p.batch, p.kv_heads, p.d);
     if constexpr (ScaledFeatureMap<key_map_t<V>>)
       shift = Tensor<int***>("shift", p.batch, p.kv_heads, p.d);
-    // A state that grows would overflow in time: the calls always start from this one.
     fill(S, 4);
     fill(z, 5);
-    S_after = Tensor<A****>("S_after", p.batch, p.kv_heads, p.d, p.dv);
-    z_after = Tensor<A***>("z_after", p.batch, p.kv_heads, p.d);
-    shift_after = Tensor<int***>("shift_after", shift.extent(0), shift.extent(1), shift.extent(2));
     m_workspace = Tensor<std::byte*>("workspace", workspace_bytes());
   }
 
@@ -56,12 +52,9 @@ class Decoder {
   }
 
 #if defined(LINATTN_PERF_HAS_STEP)
-  std::size_t workspace_bytes() const {
-    return LinAttn::workspace_size<T>(m_exec, V{}, m_p, Pass::step, Options{.causal = true});
-  }
+  std::size_t workspace_bytes() const { return LinAttn::workspace_size<T>(m_exec, V{}, m_p, Pass::step); }
   void run() {
-    LinAttn::step<T>(m_exec, V{}, LinAttn::Token<Exec, T>{.q = q, .k = k, .v = v}, before(), after(), o,
-                     m_workspace, Options{.causal = true});
+    LinAttn::step_in_place<T>(m_exec, V{}, {.q = q, .k = k, .v = v}, state(), o, m_workspace);
   }
 #else  // the same by a pass over one token
   std::size_t workspace_bytes() const {
@@ -73,21 +66,16 @@ class Decoder {
       return Kokkos::View<typename View::value_type****, Kokkos::LayoutRight, Memory,
                           Kokkos::MemoryTraits<Kokkos::Unmanaged>>(x.data(), x.extent(0), x.extent(1), 1, x.extent(2));
     };
-    LinAttn::forward<T>(m_exec, V{}, {.q = row(q), .k = row(k), .v = row(v), .state = before()},
-                        {.o = row(o), .state = after()}, m_workspace, Options{.causal = true});
+    LinAttn::forward<T>(m_exec, V{}, {.q = row(q), .k = row(k), .v = row(v), .state = state().as_const()},
+                        {.o = row(o), .state = state()}, m_workspace, Options{.causal = true});
   }
 #endif
 
  private:
-  ConstState<Exec, T> before() const {
-    ConstState<Exec, T> state{.S = S, .z = z};
-    if constexpr (ScaledFeatureMap<key_map_t<V>>) state.shift = shift;
-    return state;
-  }
-  State<Exec, T> after() const {
-    State<Exec, T> state{.S = S_after, .z = z_after};
-    if constexpr (ScaledFeatureMap<key_map_t<V>>) state.shift = shift_after;
-    return state;
+  State<Exec, T> state() const {
+    State<Exec, T> result{.S = S, .z = z};
+    if constexpr (ScaledFeatureMap<key_map_t<V>>) result.shift = shift;
+    return result;
   }
   template <class View>
   static void fill(const View& x, std::uint64_t seed) {
@@ -98,9 +86,9 @@ class Decoder {
   Exec m_exec;
   Problem m_p;
   Tensor<T***> q, k, v, o;
-  Tensor<A****> S, S_after;
-  Tensor<A***> z, z_after;
-  Tensor<int***> shift, shift_after;
+  Tensor<A****> S;
+  Tensor<A***> z;
+  Tensor<int***> shift;
   Tensor<std::byte*> m_workspace;
 };
 

@@ -76,6 +76,7 @@ struct Spec {
   bool masked = false;                             ///< a key mask
   std::vector<std::int64_t> packed_q{}, packed_k{};  ///< lengths of members
   bool states = false;                             ///< initial state, final state and its cotangent
+  bool decoding = false;                           ///< step() instead of the passes
 };
 
 std::vector<Spec> specs() {
@@ -98,6 +99,10 @@ std::vector<Spec> specs() {
       {"causal, states", {2, 4, 2, 70, 70, 24, 40}, {.causal = true}, false, {}, {}, true},
       {"full, states", {2, 4, 2, 40, 70, 24, 40}, {.causal = false}, false, {}, {}, true},
       {"causal, states, segments", {1, 2, 1, 260, 260, 16, 24}, {.causal = true, .segments = 3}, false, {}, {}, true},
+#if defined(LINATTN_GPU_CHECK_STEP)
+      {"decoding", {3, 4, 2, 1, 1, 40, 72}, {.causal = true}, false, {}, {}, true, true},
+      {"decoding, D = Dv = 128", {2, 2, 2, 1, 1, 128, 128}, {.causal = true}, false, {}, {}, true, true},
+#endif
   };
   for (Spec& spec : list) {
     if (spec.packed_q.empty()) continue;
@@ -302,6 +307,45 @@ Outcome attend(const Spec& spec, const Data& data) {
   return result;
 }
 
+#if defined(LINATTN_GPU_CHECK_STEP)
+/// Two tokens one after the other: the first from a given state to another, the second in place.
+template <class T, class V, class Space>
+Outcome decode(const Spec& spec, const Data& data) {
+  using A = accumulator_t<T>;
+  const Space exec;
+  const Problem& p = spec.problem;
+  const std::array<std::int64_t, 4> at_S{p.batch, p.kv_heads, p.d, p.dv};
+  const std::array<std::int64_t, 3> at_z{p.batch, p.kv_heads, p.d};
+  const Buffer<T, Space> q(data.q), k(data.k), v(data.v);
+  const Buffer<T, Space> o(p.batch * p.heads * p.dv), next_o(p.batch * p.heads * p.dv);
+  const Buffer<double, Space> alpha(data.alpha), beta(data.beta);
+  const Buffer<A, Space> S(data.S), z(data.z);
+  const Buffer<int, Space> shift(data.shift);
+  const auto sums = static_cast<std::int64_t>(data.z.size());
+  const Buffer<A, Space> last_S(sums * p.dv), last_z(sums);
+  const Buffer<int, Space> last_shift(sums);
+  const V variant = make_variant<V>(alpha.view(), beta.view());
+  const Token<Space, T> token{.q = q.template ref<3>({p.batch, p.heads, p.d}),
+                              .k = k.template ref<3>({p.batch, p.kv_heads, p.d}),
+                              .v = v.template ref<3>({p.batch, p.kv_heads, p.dv})};
+  ConstState<Space, T> before{.S = S.template ref<4>(at_S), .z = z.template ref<3>(at_z)};
+  State<Space, T> after{.S = last_S.template ref<4>(at_S), .z = last_z.template ref<3>(at_z)};
+  if (ScaledFeatureMap<key_map_t<V>>) {
+    before.shift = shift.template ref<3>(at_z);
+    after.shift = last_shift.template ref<3>(at_z);
+  }
+  const Buffer<std::uint8_t, Space> workspace(
+      static_cast<std::int64_t>(LinAttn::workspace_size<T>(exec, variant, p, Pass::step)));
+  const std::array<std::int64_t, 3> at_o{p.batch, p.heads, p.dv};
+  LinAttn::step<T>(exec, variant, token, before, after, o.template ref<3>(at_o), workspace.view());
+  LinAttn::step_in_place<T>(exec, variant, token, after, next_o.template ref<3>(at_o), workspace.view());
+  exec.fence();
+  Outcome result{{"o", o.get()}, {"next o", next_o.get()}, {"S", last_S.get()}, {"z", last_z.get()}};
+  if (ScaledFeatureMap<key_map_t<V>>) result["shift"] = last_shift.get();
+  return result;
+}
+#endif
+
 // ---- comparison --------------------------------------------------------------------------------------------
 
 /// The worst element so far, in units of its bound.
@@ -386,6 +430,14 @@ void compare_by_scale(const Outcome& device, const Outcome& host, Worst& worst) 
   }
 }
 
+template <class T, class V, class Space>
+Outcome run_on(const Spec& spec, const Data& data) {
+#if defined(LINATTN_GPU_CHECK_STEP)
+  if (spec.decoding) return decode<T, V, Space>(spec, data);
+#endif
+  return attend<T, V, Space>(spec, data);
+}
+
 template <class T, class V>
 int check_variant(std::uint64_t seed) {
   int failed = 0, cases = 0;
@@ -396,12 +448,12 @@ int check_variant(std::uint64_t seed) {
     Worst worst;
     try {
       const Data data = make_data<T, V>(spec, seed + 100 * static_cast<std::uint64_t>(cases));
-      const Outcome device = attend<T, V, Device>(spec, data), host = attend<T, V, Host>(spec, data);
+      const Outcome device = run_on<T, V, Device>(spec, data), host = run_on<T, V, Host>(spec, data);
       if (spec.states)
         compare_by_scale<T>(device, host, worst);
       else
         compare_by_bounds<T, V>(spec, data, device, host, worst);
-      if (attend<T, V, Device>(spec, data) != device) {
+      if (run_on<T, V, Device>(spec, data) != device) {
         std::printf("FAILED  %s %s, %s: two runs gave different bits\n", type_name<T>(), V::name, spec.what);
         ++failed;
       }
@@ -605,8 +657,8 @@ int run(int argc, char** argv) {
 }  // namespace LinAttn::gpu_check
 
 int main(int argc, char** argv) {
-  const Kokkos::ScopeGuard guard(argc, argv);
   try {
+    const Kokkos::ScopeGuard guard(argc, argv);
     return LinAttn::gpu_check::run(argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "gpu_check: %s\n", error.what());
