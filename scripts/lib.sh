@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the scripts beside this file, which source it.
 
 # Kokkos's compiler for CUDA, from its source folder $1, written to $2. The default architecture of the original may be

@@ -19,7 +19,8 @@ namespace LinAttn::perf {
 struct Effort {
   double seconds = 0.25;  ///< about so much for a row
   int least_samples = 9;  ///< but not fewer runs (a third of them where one takes longer than `seconds`)
-  int attempts = 3;       ///< a row that was disturbed is measured again, so often
+  int attempts = 3;       ///< a row that was disturbed is measured again, so often in all
+  double patience = 60;   ///< seconds for measuring again, all rows together
 
   bool smoke() const { return seconds <= 0; }
 };
@@ -126,6 +127,8 @@ class Machine {
   Row row(const F& sample) {
     Row best;
     for (int attempt = 0; attempt < m_effort.attempts; ++attempt) {
+      if (attempt > 0 && m_again > m_effort.patience) break;
+      const double begin = seconds();
       Row now;
       const Rate before = brief_fma<T>();
       now.times = summary(sampled(m_effort, sample));
@@ -134,6 +137,7 @@ class Machine {
       now.drift = std::abs(before.best - after.best) / now.roof.flops;
       now.scaling = scaling<T>(std::min(before.median, after.median));
       if (attempt == 0 || now.disturbance() < best.disturbance()) best = now;
+      if (attempt > 0) m_again += seconds() - begin;
       if (!best.disturbed() || m_effort.smoke()) break;
     }
     return best;
@@ -158,7 +162,7 @@ class Machine {
   ExecSpace m_exec;
   Effort m_effort;
   TriadProbe<ExecSpace> m_triad;
-  double m_one_float = 0, m_one_double = 0, m_bandwidth = 0, m_when = 0;
+  double m_one_float = 0, m_one_double = 0, m_bandwidth = 0, m_when = 0, m_again = 0;
 };
 
 }  // namespace LinAttn::perf
