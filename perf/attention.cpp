@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The rows from which perf/bars.py makes the table of bars: forward and backward of the engine against the
-// roofs of the machine, ratios, and memory. support/rows.hpp says what is counted.
+// The rows from which perf/bars.py makes the table of bars: forward and backward of the engine
+// against the roofs of the machine, ratios, and memory. support/rows.hpp says what is counted.
 //
 //   OMP_NUM_THREADS=2 OMP_PROC_BIND=close OMP_PLACES=cores build/release/perf/attention
 //     [--seconds=0.25] [--benchmark_filter=REGEX] [--benchmark_out=FILE.json]
 //
 // Groups of rows:
-//   main           every variant in fp32 and fp64, D = 64 and 128, with at least as many heads as threads
+//   main           every variant in fp32 and fp64, D = 64 and 128, no fewer heads than threads
 //   lln_over_elu   ratio of times
 //   few_heads      ratio of times of a token, one head over many, and the same number of tokens
 //   next_n         ratio of times of a FLOP, N + 1 over N
 //   linear_in_n    ratio of times of a token, N = 65,536 over N = 4,096
 //   d_sweep        D = Dv = 16, 32, ..., 512
 //   short          N = 1 ... 256
-//   memory         bytes kept and bytes of temporaries at N and 2 N, by the size query and as measured
+//   memory         bytes kept and of temporaries at N and 2 N, by the size query and measured
 //   small          smoke test
 
 #include <algorithm>
@@ -62,12 +62,13 @@ void add_ratios() {
 void add_long_and_next() {
   const std::int64_t few = std::max(2, machine().threads());
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    const Problem many = shape(1, many_heads(), 65536 / many_heads(), 64), one = shape(1, 1, 65536, 64);
+    const Problem many = shape(1, many_heads(), 65536 / many_heads(), 64),
+                  one = shape(1, 1, 65536, 64);
     add_ratio("few_heads", pass, job<float, Relu>(many), job<float, Relu>(one), PerToken{});
     add_ratio("few_heads", pass, job<float, Elu>(many), job<float, Elu>(one), PerToken{});
     for (const std::int64_t n : {16, 64, 256, 1024, 4096})
-      add_ratio("next_n", pass, job<float, Relu>(shape(1, few, n, 64)), job<float, Relu>(shape(1, few, n + 1, 64)),
-                PerFlop{});
+      add_ratio("next_n", pass, job<float, Relu>(shape(1, few, n, 64)),
+                job<float, Relu>(shape(1, few, n + 1, 64)), PerFlop{});
     add_ratio("linear_in_n", pass, job<float, Elu>(shape(1, few, 4096, 64)),
               job<float, Elu>(shape(1, few, 65536, 64)), PerToken{});
   }
@@ -86,7 +87,7 @@ void add_short() {
       add_pass("short", pass, job<float, Elu>(shape(1, many_heads(), n, 64)));
 }
 
-// ---- memory ------------------------------------------------------------------------------------------------
+// ---- memory -------------------------------------------------------------------------------------
 
 /// A field of /proc/self/status in bytes, 0 where there is none.
 double process_bytes(const std::string& field) {
@@ -96,8 +97,8 @@ double process_bytes(const std::string& field) {
   return 0;
 }
 
-/// Growth of the resident memory during f over what it was before, at its peak; -1 where unknown. Linux
-/// counts in lots of 64 pages a thread.
+/// Growth of the resident memory during f over what it was before, at its peak; -1 where unknown.
+/// Linux counts in lots of 64 pages a thread.
 template <class F>
 double peak_growth(const F& f) {
   f();  // whatever a first call leaves behind
@@ -120,7 +121,8 @@ void add_memory(Pass pass) {
     const auto measure = [&](const Job<T, V>& j, const std::string& at) {
       const auto c = j.make();
       const Plan plan = LinAttn::plan<T>(c->exec(), j.variant, j.problem, pass, j.options);
-      const auto states = static_cast<double>(plan.segments * j.problem.heads * j.problem.d * (j.problem.dv + 1));
+      const auto states =
+          static_cast<double>(plan.segments * j.problem.heads * j.problem.d * (j.problem.dv + 1));
       state.counters["tokens_" + at] = c->tokens();
       state.counters["saved_" + at] = static_cast<double>(c->saved_bytes());
       state.counters["workspace_" + at] = static_cast<double>(c->workspace_bytes(pass));

@@ -25,9 +25,9 @@ TYPE_NAMES = {"f32": "fp32", "f64": "fp64", "f16": "fp16", "bf16": "bf16"}
 
 # Bars.
 EFF = {"free": {"forward": 0.60, "backward": 0.50}, "elu": {"forward": 0.50, "backward": 0.45}}
-FEW_HEADS = 0.8        # throughput of one head over that of many
-LLN_OVER_ELU = 1.25    # time
-JUMP = 2.0             # time of a FLOP between neighbours
+FEW_HEADS = 0.8  # throughput of one head over that of many
+LLN_OVER_ELU = 1.25  # time
+JUMP = 2.0  # time of a FLOP between neighbours
 GPU_EFF = {"forward": 0.35, "backward": 0.25}
 
 
@@ -37,13 +37,23 @@ class Cell:
     verdict: str  # ok, below, disturbed, missing; shown: there is no bar
 
     def __str__(self):
-        return {"ok": f"{self.text} ok", "shown": self.text, "below": f"{self.text} below", "disturbed": f"({self.text}) disturbed",
-                "missing": "-"}[self.verdict]
+        return {
+            "ok": f"{self.text} ok",
+            "shown": self.text,
+            "below": f"{self.text} below",
+            "disturbed": f"({self.text}) disturbed",
+            "missing": "-",
+        }[self.verdict]
 
     @property
     def markdown(self):
-        return {"ok": self.text, "shown": self.text, "below": f"{self.text} (below)", "disturbed": f"{self.text} (disturbed)",
-                "missing": "-"}[self.verdict]
+        return {
+            "ok": self.text,
+            "shown": self.text,
+            "below": f"{self.text} (below)",
+            "disturbed": f"{self.text} (disturbed)",
+            "missing": "-",
+        }[self.verdict]
 
 
 MISSING = Cell("", "missing")
@@ -82,11 +92,18 @@ def eff_lines(files):
                         bar = EFF[kind][passes]
                         cells = []
                         for file in files:
-                            row = one([r for r in file.of("main", passes=passes, variant=variant, type=scalar)
-                                       if r.extents["D"] == d])
+                            row = one(
+                                [
+                                    r
+                                    for r in file.of("main", passes=passes, variant=variant, type=scalar)
+                                    if r.extents["D"] == d
+                                ]
+                            )
                             cells.append(at_least(row["eff"], bar, [row]) if row else MISSING)
                         name = variant.replace("_", " ")
-                        lines.append(Line(f"eff, {name}, {TYPE_NAMES[scalar]}, D = Dv = {d}, {passes}", f">= {bar:.2f}", cells))
+                        lines.append(
+                            Line(f"eff, {name}, {TYPE_NAMES[scalar]}, D = Dv = {d}, {passes}", f">= {bar:.2f}", cells)
+                        )
     return lines
 
 
@@ -99,8 +116,13 @@ def ratio_lines(files):
                 for file in files:
                     row = one([r for r in file.of("lln_over_elu", passes=passes, type=scalar) if r.extents["D"] == d])
                     cells.append(at_most(row["ratio"], LLN_OVER_ELU, [row]) if row else MISSING)
-                lines.append(Line(f"time of lln over elu, {TYPE_NAMES[scalar]}, D = Dv = {d}, {passes}",
-                                  f"<= {LLN_OVER_ELU:.2f}", cells))
+                lines.append(
+                    Line(
+                        f"time of lln over elu, {TYPE_NAMES[scalar]}, D = Dv = {d}, {passes}",
+                        f"<= {LLN_OVER_ELU:.2f}",
+                        cells,
+                    )
+                )
     for variant in ("relu", "elu"):
         for passes in PASSES:
             cells = []
@@ -108,16 +130,23 @@ def ratio_lines(files):
                 row = one(file.of("few_heads", passes=passes, variant=variant))
                 idle = file.threads == 1  # one head is enough for one thread
                 cells.append(at_least(1 / row["ratio"], FEW_HEADS, [row]) if row and not idle else MISSING)
-            lines.append(Line(f"throughput of B H = 1, N = 65,536 over that of many heads, {variant}, {passes}",
-                              f">= {FEW_HEADS:.1f}", cells))
+            lines.append(
+                Line(
+                    f"throughput of B H = 1, N = 65,536 over that of many heads, {variant}, {passes}",
+                    f">= {FEW_HEADS:.1f}",
+                    cells,
+                )
+            )
     return lines
 
 
 def jump(rows):
     """Largest ratio of the time of a FLOP between neighbours in D, and the two rows."""
     rows = sorted(rows, key=lambda row: row.extents["D"])
+
     def cost(row):
         return 1 / row["GFLOP/s"]
+
     pairs = list(zip(rows, rows[1:]))
     worst = max(pairs, key=lambda p: max(cost(p[1]) / cost(p[0]), cost(p[0]) / cost(p[1])))
     ratio = cost(worst[1]) / cost(worst[0])
@@ -136,7 +165,9 @@ def cliff_lines(files):
             ratio, pair = jump(rows)
             low, high = (row.extents["D"] for row in pair)
             cells.append(at_most(ratio, JUMP, pair, f"{{:.2f}} ({low} to {high})"))
-        lines.append(Line(f"time of a FLOP, largest jump between D = 16, 32, ..., 512, {passes}", f"<= {JUMP:.0f}", cells))
+        lines.append(
+            Line(f"time of a FLOP, largest jump between D = 16, 32, ..., 512, {passes}", f"<= {JUMP:.0f}", cells)
+        )
     for passes in PASSES:
         cells = []
         for file in files:
@@ -145,7 +176,9 @@ def cliff_lines(files):
                 cells.append(MISSING)
                 continue
             worst = max(rows, key=lambda row: max(row["ratio"], 1 / row["ratio"]))
-            cells.append(at_most(max(worst["ratio"], 1 / worst["ratio"]), JUMP, [worst], f"{{:.2f}} (N = {worst.extents['N']})"))
+            cells.append(
+                at_most(max(worst["ratio"], 1 / worst["ratio"]), JUMP, [worst], f"{{:.2f}} (N = {worst.extents['N']})")
+            )
         lines.append(Line(f"time of a FLOP, largest jump between N and N + 1, {passes}", f"<= {JUMP:.0f}", cells))
     return lines
 
@@ -154,9 +187,16 @@ def linear_lines(files):
     lines = []
     for passes in PASSES:
         rows = [one(file.of("linear_in_n", passes=passes)) for file in files]
-        lines.append(Line(f"time of a token, N = 65,536 over N = 4,096, elu, {passes}", "",
-                          [Cell(f"{row['ratio']:.2f}", "disturbed" if row.disturbed else "shown") if row else MISSING
-                           for row in rows]))
+        lines.append(
+            Line(
+                f"time of a token, N = 65,536 over N = 4,096, elu, {passes}",
+                "",
+                [
+                    Cell(f"{row['ratio']:.2f}", "disturbed" if row.disturbed else "shown") if row else MISSING
+                    for row in rows
+                ],
+            )
+        )
     return lines
 
 
@@ -168,15 +208,22 @@ def short_lines(files):
         for file in files:
             pairs = []
             for row in file.of("short", passes=passes, variant="elu"):
-                exact = one([r for r in file.of("short", passes=passes, variant="softmax", type=row.type)
-                             if r.extents == row.extents])
+                exact = one(
+                    [
+                        r
+                        for r in file.of("short", passes=passes, variant="softmax", type=row.type)
+                        if r.extents == row.extents
+                    ]
+                )
                 if exact:
                     pairs.append((row, exact))
             if not pairs:
                 cells.append(MISSING)
                 continue
             worst = max(pairs, key=lambda pair: pair[0].seconds / pair[1].seconds)
-            cells.append(at_most(worst[0].seconds / worst[1].seconds, 1, worst, f"{{:.2f}} (N = {worst[0].extents['N']})"))
+            cells.append(
+                at_most(worst[0].seconds / worst[1].seconds, 1, worst, f"{{:.2f}} (N = {worst[0].extents['N']})")
+            )
         lines.append(Line(f"time over exact softmax attention, N <= 256, elu, {passes}", "<= 1", cells))
     return lines
 
@@ -207,7 +254,9 @@ def memory_lines(files):
         if passes == "forward":
             lines.append(Line(f"numbers kept for each row, {what}", "<= 1", kept))
         lines.append(Line(f"temporaries over (a number a row + states), {what}", "<= 1", query))
-        lines.append(Line(f"growth of the process for each further row, in numbers, {what}", "<= 1 + resolution", measured))
+        lines.append(
+            Line(f"growth of the process for each further row, in numbers, {what}", "<= 1 + resolution", measured)
+        )
     return lines
 
 
@@ -218,16 +267,29 @@ def gpu_lines(files, gpu_files):
         for d in (64, 128):
             cells = []
             for file in gpu_files:
-                row = one([r for r in file.of("main", passes=passes, variant="relu", type="f32") if r.extents["D"] == d])
+                row = one(
+                    [r for r in file.of("main", passes=passes, variant="relu", type="f32") if r.extents["D"] == d]
+                )
                 cells.append(at_least(row["eff"], GPU_EFF[passes], [row]) if row else MISSING)
-            lines.append(Line(f"eff on a GPU, portable roof, relu, fp32, D = Dv = {d}, {passes}",
-                              f">= {GPU_EFF[passes]:.2f}", cells or [MISSING] * len(files)))
+            lines.append(
+                Line(
+                    f"eff on a GPU, portable roof, relu, fp32, D = Dv = {d}, {passes}",
+                    f">= {GPU_EFF[passes]:.2f}",
+                    cells or [MISSING] * len(files),
+                )
+            )
     return lines
 
 
 def host_lines(files):
-    lines = (eff_lines(files) + ratio_lines(files) + cliff_lines(files) + linear_lines(files) + short_lines(files) +
-             memory_lines(files))
+    lines = (
+        eff_lines(files)
+        + ratio_lines(files)
+        + cliff_lines(files)
+        + linear_lines(files)
+        + short_lines(files)
+        + memory_lines(files)
+    )
     return [line for line in lines if line.cells]
 
 
@@ -241,7 +303,9 @@ def text_table(files, lines):
     heads = ["", "bar", *(column_name(file) for file in files)]
     rows = [[line.what, line.bar, *map(str, line.cells)] for line in measured(lines)]
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [heads, *rows])
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [heads, *rows]
+    )
 
 
 def markdown_table(heads, rows):
@@ -249,8 +313,10 @@ def markdown_table(heads, rows):
 
 
 def bars_markdown(files, lines):
-    return markdown_table(["what", "bar", *(column_name(file) for file in files)],
-                          [[line.what, line.bar, *(cell.markdown for cell in line.cells)] for line in measured(lines)])
+    return markdown_table(
+        ["what", "bar", *(column_name(file) for file in files)],
+        [[line.what, line.bar, *(cell.markdown for cell in line.cells)] for line in measured(lines)],
+    )
 
 
 def short_number(value):
@@ -271,8 +337,16 @@ def results_markdown(file, scalar="f32", variants=None):
         for name in PASSES:
             row = passes.get(name)
             mark = " (disturbed)" if row is not None and row.disturbed else ""
-            cells += [short_number(row["tokens/s"]), f"{row['eff']:.2f}{mark}", f"{row['GFLOP/s']:.0f}",
-                      f"{row['GB/s']:.1f}"] if row is not None else ["-"] * 4
+            cells += (
+                [
+                    short_number(row["tokens/s"]),
+                    f"{row['eff']:.2f}{mark}",
+                    f"{row['GFLOP/s']:.0f}",
+                    f"{row['GB/s']:.1f}",
+                ]
+                if row is not None
+                else ["-"] * 4
+            )
         lines.append(cells)
     heads = ["", "shape (B, H, N, D = Dv)"]
     for name in PASSES:
@@ -297,11 +371,15 @@ def configuration(file):
     probes = [row for row in (file.rows.get("probes/begin"), file.rows.get("probes/end")) if row]
     roofs = ""
     if probes:
-        fma, double, triad = (max(row[key] for row in probes) for key in ("fma_f32_GFLOP/s", "fma_f64_GFLOP/s", "triad_GB/s"))
+        fma, double, triad = (
+            max(row[key] for row in probes) for key in ("fma_f32_GFLOP/s", "fma_f64_GFLOP/s", "triad_GB/s")
+        )
         roofs = f"; roofs {fma:.0f} GFLOP/s fp32, {double:.0f} fp64, {triad:.1f} GB/s"
-    return (f"{c.get('device') or c.get('cpu', 'unknown processor')}, {8 * int(c.get('simd_bytes', 0))}-bit vectors, "
-            f"{c.get('compiler', '?')}, Kokkos {c.get('kokkos_version', '?')} ({c.get('execution_space', '?')}), "
-            f"{column_name(file) if not c.get('device') else 'GPU'}, {str(c.get('date', ''))[:10]}{roofs}")
+    return (
+        f"{c.get('device') or c.get('cpu', 'unknown processor')}, {8 * int(c.get('simd_bytes', 0))}-bit vectors, "
+        f"{c.get('compiler', '?')}, Kokkos {c.get('kokkos_version', '?')} ({c.get('execution_space', '?')}), "
+        f"{column_name(file) if not c.get('device') else 'GPU'}, {str(c.get('date', ''))[:10]}{roofs}"
+    )
 
 
 def put(path, mark, text):
@@ -328,8 +406,10 @@ def measured(lines):
 
 def summary(lines):
     n = count(lines)
-    text = (f"{sum(n.values()) - n['missing']} bars measured: {n['ok']} hold, {n['below']} below, "
-            f"{n['disturbed']} disturbed")
+    text = (
+        f"{sum(n.values()) - n['missing']} bars measured: {n['ok']} hold, {n['below']} below, "
+        f"{n['disturbed']} disturbed"
+    )
     shown = measured(lines)
     absent = dict.fromkeys(re.sub(r",.*", "", line.what) for line in lines if line not in shown)
     for line in shown:
@@ -356,21 +436,28 @@ def write_docs(root, hosts, host, step_files, gpu_files, gpu):
         parts.append(f"Decoding, fp32:\n\n{table}")
     put(page, "results", "\n\n".join(parts))
     fastest = hosts[-1]
-    put(root / "README.md", "results",
-        f"{configuration(fastest)}; fp32, causal:\n\n{results_markdown(fastest, 'f32')}\n\n{summary(host)}.")
+    put(
+        root / "README.md",
+        "results",
+        f"{configuration(fastest)}; fp32, causal:\n\n{results_markdown(fastest, 'f32')}\n\n{summary(host)}.",
+    )
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Prints the table of bars.")
     parser.add_argument("files", nargs="+", metavar="FILE.json")
-    parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance.md and README.md")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the tables into docs/performance.md and README.md"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--root", type=pathlib.Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
         files = [results.load(path) for path in options.files]
         gpu_files = [file for file in files if file.context.get("device")]
-        hosts = sorted((file for file in files if file not in gpu_files and file.of("main")), key=lambda file: file.threads)
+        hosts = sorted(
+            (file for file in files if file not in gpu_files and file.of("main")), key=lambda file: file.threads
+        )
         step_files = sorted((file for file in files if file.of("step")), key=lambda file: file.threads)
         if not hosts and not gpu_files:
             raise results.UnusableFile("no file has rows of the group main")

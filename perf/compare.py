@@ -57,7 +57,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="Compares two files of results, row by row.")
     parser.add_argument("old", metavar="OLD.json")
     parser.add_argument("new", metavar="NEW.json")
-    parser.add_argument("--threshold", type=fraction, default=0.05, metavar="5%%", help="change that counts (default 5%%)")
+    parser.add_argument(
+        "--threshold", type=fraction, default=0.05, metavar="5%%", help="change that counts (default 5%%)"
+    )
     parser.add_argument("--by", choices=("eff", "time"), default="eff")
     parser.add_argument("--filter", default="", metavar="REGEX", help="rows whose name it matches")
     parser.add_argument("--force", action="store_true", help="compare different configurations, too")
@@ -82,8 +84,10 @@ def main(arguments=None):
     shown = [row for row in compared if options.all or row[0] != "same"]
     width = max((len(row[3].name) for row in shown), default=0)
     for word, ratio, judged_by, a, b in sorted(shown, key=lambda row: (row[0], -row[1])):
-        print(f"{word:9}  {a.name:{width}}  {a.seconds * 1e3:10.4g} ms -> {b.seconds * 1e3:10.4g} ms  "
-              f"{ratio:6.3f} by {judged_by}")
+        print(
+            f"{word:9}  {a.name:{width}}  {a.seconds * 1e3:10.4g} ms -> {b.seconds * 1e3:10.4g} ms  "
+            f"{ratio:6.3f} by {judged_by}"
+        )
     for file in (old, new):
         for complaint in results.probe_complaints(file):
             print(f"note: {file.path}: {complaint}")
@@ -91,9 +95,11 @@ def main(arguments=None):
     judged = [row[1] for row in compared if row[0] != "disturbed"]
     mean = math.exp(sum(map(math.log, judged)) / len(judged)) if judged else math.nan
     alone = len(set(old.rows) ^ set(new.rows))
-    print(f"{count['slower']} slower, {count['faster']} faster, {count['same']} the same at {options.threshold:.1%}, "
-          f"{count['disturbed']} disturbed; geometric mean of new over old {mean:.3f}"
-          + (f"; {alone} rows in one file only" if alone else ""))
+    print(
+        f"{count['slower']} slower, {count['faster']} faster, {count['same']} the same at {options.threshold:.1%}, "
+        f"{count['disturbed']} disturbed; geometric mean of new over old {mean:.3f}"
+        + (f"; {alone} rows in one file only" if alone else "")
+    )
     return 1 if count["slower"] else 0
 
 

@@ -82,6 +82,7 @@ def process_bytes(field):
 def peak_bytes(run, device):
     """Growth of memory during run(), at its peak; -1 where unknown."""
     import torch
+
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -100,6 +101,7 @@ def peak_bytes(run, device):
 def measure(case):
     """Seconds (median), samples, spread and peak bytes of one case."""
     import torch
+
     torch.set_num_threads(case["threads"])
     torch.manual_seed(1)
     dtype = {"f32": torch.float32, "f64": torch.float64}[case["type"]]
@@ -134,9 +136,15 @@ def measure(case):
             break
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
     median = statistics.median(times)
-    return {"seconds": median, "best_s": min(times), "spread": (quartiles[2] - quartiles[0]) / median,
-            "samples": len(times), "peak_bytes": peak, "torch": torch.__version__,
-            "gpu": torch.cuda.get_device_name() if case["device"] == "cuda" else ""}
+    return {
+        "seconds": median,
+        "best_s": min(times),
+        "spread": (quartiles[2] - quartiles[0]) / median,
+        "samples": len(times),
+        "peak_bytes": peak,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if case["device"] == "cuda" else "",
+    }
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -146,8 +154,12 @@ def estimated_bytes(case):
     """Of the largest tensors that autograd keeps, roughly."""
     element = {"f32": 4, "f64": 8}[case["type"]]
     rows = case["B"] * case["H"] * case["N"]
-    largest = {"quadratic": rows * case["N"], "cumsum": rows * case["D"] * (case["D"] + 1),
-               "chunked": rows * case["D"] * (2 + case["D"] // CHUNK), "softmax": rows * case["D"] * 4}[case["method"]]
+    largest = {
+        "quadratic": rows * case["N"],
+        "cumsum": rows * case["D"] * (case["D"] + 1),
+        "chunked": rows * case["D"] * (2 + case["D"] // CHUNK),
+        "softmax": rows * case["D"] * 4,
+    }[case["method"]]
     return element * largest * (2 if case["pass"] == "forward" else 4)
 
 
@@ -172,8 +184,13 @@ def shapes(quick):
 
 def run_case(case):
     environment = dict(os.environ, OMP_NUM_THREADS=str(case["threads"]), MKL_NUM_THREADS=str(case["threads"]))
-    done = subprocess.run([sys.executable, os.path.abspath(__file__), "--case", json.dumps(case)], env=environment,
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, os.path.abspath(__file__), "--case", json.dumps(case)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
         return None, last
@@ -203,13 +220,19 @@ def ours(against):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Times the same shapes in PyTorch.")
     parser.add_argument("-o", "--output", metavar="OUT.json")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="about so long for a row")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--memory", type=size, default="4G", help="leave out what would need more")
     parser.add_argument("--quick", action="store_true", help="one shape")
-    parser.add_argument("--against", metavar="FILE.json", help="results of perf/attention or perf/sweeps to compare with")
+    parser.add_argument(
+        "--against", metavar="FILE.json", help="results of perf/attention or perf/sweeps to compare with"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("torch") is None:
@@ -234,8 +257,18 @@ def main(arguments=None):
         extents = (f"B{batch}", f"H{heads}", f"N{n}", f"D{d}", f"Dv{d}")
         for passes in PASSES:
             for method in methods:
-                case = {"method": method, "pass": passes, "type": "f32", "B": batch, "H": heads, "N": n, "D": d,
-                        "threads": options.threads, "seconds": options.seconds, "device": options.device}
+                case = {
+                    "method": method,
+                    "pass": passes,
+                    "type": "f32",
+                    "B": batch,
+                    "H": heads,
+                    "N": n,
+                    "D": d,
+                    "threads": options.threads,
+                    "seconds": options.seconds,
+                    "device": options.device,
+                }
                 title = f"{method:10} {passes:17} {'/'.join(extents[1:4])}"
                 if estimated_bytes(case) > options.memory:
                     print(f"{title:44}{'left out: too much memory':>23}")
@@ -247,14 +280,28 @@ def main(arguments=None):
                 version, gpu = found.pop("torch"), found.pop("gpu")
                 seconds = found.pop("seconds")
                 ratio = known.get((extents, passes))
-                print(f"{title:44}{seconds * 1e3:12.3f}{found['peak_bytes'] / 2**20:11.1f}"
-                      + (f"{seconds / ratio:10.1f}" if ratio else ""), flush=True)
+                print(
+                    f"{title:44}{seconds * 1e3:12.3f}{found['peak_bytes'] / 2**20:11.1f}"
+                    + (f"{seconds / ratio:10.1f}" if ratio else ""),
+                    flush=True,
+                )
                 variant = method if method == "softmax" else f"elu_{method}"
-                rows.append({"name": "/".join((group, passes, variant, "f32", "causal") + extents),
-                             "run_type": "iteration", "time_unit": "ms", "real_time": seconds * 1e3,
-                             "tokens/s": batch * heads * n / seconds, **found})
-    context = {"date": time.strftime("%Y-%m-%dT%H:%M:%S"), "library": f"PyTorch {version}", "threads": str(options.threads),
-               "cpu": processor()}
+                rows.append(
+                    {
+                        "name": "/".join((group, passes, variant, "f32", "causal") + extents),
+                        "run_type": "iteration",
+                        "time_unit": "ms",
+                        "real_time": seconds * 1e3,
+                        "tokens/s": batch * heads * n / seconds,
+                        **found,
+                    }
+                )
+    context = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "library": f"PyTorch {version}",
+        "threads": str(options.threads),
+        "cpu": processor(),
+    }
     if gpu:
         context["device"] = gpu
     if options.output:

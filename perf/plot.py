@@ -23,8 +23,10 @@ def steady(file, group, **parts):
 
 def tag(file, files):
     """What tells this file from the others, for labels."""
+
     def value(f, key):
         return f.context.get(key, "LinAttn" if key == "library" else "")
+
     words = []
     if len({value(f, "library") for f in files}) > 1:
         words.append(value(file, "library"))
@@ -57,8 +59,9 @@ def against(files, group, extent, title, x, y, value):
     chart = Chart(title, x, y)
     for label, rows in series(files, group, lambda row: row.extents[extent]).items():
         usable = [row for row in rows if value(row) is not None]
-        chart.line(label, [row.extents[extent] for row in usable], [value(row) for row in usable],
-                   dashed="backward" in label)
+        chart.line(
+            label, [row.extents[extent] for row in usable], [value(row) for row in usable], dashed="backward" in label
+        )
     return chart
 
 
@@ -73,15 +76,24 @@ def efficiency(files):
     rows = [row for file in files for row in file.of("main", type="f32") if "eff" in row.counters]
     files = [file for file in files if any("eff" in row.counters for row in file.of("main"))]
     name = lambda row: row.variant.replace("_", " ")
-    chart = Chart("eff in fp32, causal", Axis("", categories=list(dict.fromkeys(map(name, rows)))),
-                  Axis("eff = least time / time", low=0, high=max([1.0] + [row["eff"] for row in rows])))
+    chart = Chart(
+        "eff in fp32, causal",
+        Axis("", categories=list(dict.fromkeys(map(name, rows)))),
+        Axis("eff = least time / time", low=0, high=max([1.0] + [row["eff"] for row in rows])),
+    )
     for file in files:
         for passes in PASSES:
             for d in sorted({row.extents["D"] for row in rows}):
-                chosen = [row for row in steady(file, "main", type="f32", passes=passes)
-                          if "eff" in row.counters and row.extents["D"] == d]
-                chart.line(", ".join(filter(None, [f"{passes}, D = {d}", tag(file, files)])),
-                           [name(row) for row in chosen], [row["eff"] for row in chosen])
+                chosen = [
+                    row
+                    for row in steady(file, "main", type="f32", passes=passes)
+                    if "eff" in row.counters and row.extents["D"] == d
+                ]
+                chart.line(
+                    ", ".join(filter(None, [f"{passes}, D = {d}", tag(file, files)])),
+                    [name(row) for row in chosen],
+                    [row["eff"] for row in chosen],
+                )
     chart.level(0.6, "bar forward, free features")
     chart.level(0.5, "bar backward; forward with elu")
     return chart
@@ -94,23 +106,58 @@ def charts(files):
     found = [
         efficiency(files),
         against(files, "d_sweep", "D", "eff against D = Dv", Axis("D = Dv"), Axis("eff", low=0, high=1), eff),
-        against(files, "d_sweep", "D", "Time of a FLOP against D = Dv", Axis("D = Dv"), Axis("time, ps", log=10),
-                lambda row: row.seconds / (row["GFLOP/s"] * 1e9 * row.seconds) * 1e12),
-        against(files, "n_sweep", "N", "Time of a token against N", Axis("N", log=2), Axis("time of a token, ns", log=10),
-                nanoseconds),
-        against(files, "n_sweep", "N", "Memory beside inputs and outputs", Axis("N", log=2), Axis("bytes", log=10), memory),
-        against(files, "ten_n", "N", "Time of a token, D = 128", Axis("N", log=10), Axis("time of a token, ns", log=10),
-                nanoseconds),
-        against(files, "step", "D", "Decoding: time of a step", Axis("D = Dv", log=2), Axis("time, us", log=10),
-                lambda row: row.seconds * 1e6),
+        against(
+            files,
+            "d_sweep",
+            "D",
+            "Time of a FLOP against D = Dv",
+            Axis("D = Dv"),
+            Axis("time, ps", log=10),
+            lambda row: row.seconds / (row["GFLOP/s"] * 1e9 * row.seconds) * 1e12,
+        ),
+        against(
+            files,
+            "n_sweep",
+            "N",
+            "Time of a token against N",
+            Axis("N", log=2),
+            Axis("time of a token, ns", log=10),
+            nanoseconds,
+        ),
+        against(
+            files, "n_sweep", "N", "Memory beside inputs and outputs", Axis("N", log=2), Axis("bytes", log=10), memory
+        ),
+        against(
+            files,
+            "ten_n",
+            "N",
+            "Time of a token, D = 128",
+            Axis("N", log=10),
+            Axis("time of a token, ns", log=10),
+            nanoseconds,
+        ),
+        against(
+            files,
+            "step",
+            "D",
+            "Decoding: time of a step",
+            Axis("D = Dv", log=2),
+            Axis("time, us", log=10),
+            lambda row: row.seconds * 1e6,
+        ),
     ]
     return [chart for chart in found if chart.series]
 
 
 def caption(files):
     c = files[0].context
-    parts = [c.get("cpu"), c.get("device"), c.get("compiler"),
-             f"Kokkos {c['kokkos_version']}" if "kokkos_version" in c else None, str(c.get("date", ""))[:10]]
+    parts = [
+        c.get("cpu"),
+        c.get("device"),
+        c.get("compiler"),
+        f"Kokkos {c['kokkos_version']}" if "kokkos_version" in c else None,
+        str(c.get("date", ""))[:10],
+    ]
     return ", ".join(filter(None, parts))
 
 

@@ -6,8 +6,17 @@ import re
 from dataclasses import dataclass, field
 
 # What has to be the same for times to be comparable.
-CONFIGURATION = ("cpu", "threads", "execution_space", "kokkos_version", "compiler", "simd_bytes", "assertions", "device",
-                 "library")
+CONFIGURATION = (
+    "cpu",
+    "threads",
+    "execution_space",
+    "kokkos_version",
+    "compiler",
+    "simd_bytes",
+    "assertions",
+    "device",
+    "library",
+)
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -82,14 +91,31 @@ class Results:
 
     def of(self, group, **parts):
         """Rows of a group, in the order of the file, whose parts have these values."""
-        return [row for row in self.rows.values()
-                if row.group == group and all(getattr(row, key) == value for key, value in parts.items())]
+        return [
+            row
+            for row in self.rows.values()
+            if row.group == group and all(getattr(row, key) == value for key, value in parts.items())
+        ]
 
 
 def _fields(entry):
-    known = {"name", "run_name", "run_type", "repetitions", "repetition_index", "threads", "iterations", "real_time",
-             "cpu_time", "time_unit", "family_index", "per_family_instance_index", "label", "error_occurred",
-             "error_message"}
+    known = {
+        "name",
+        "run_name",
+        "run_type",
+        "repetitions",
+        "repetition_index",
+        "threads",
+        "iterations",
+        "real_time",
+        "cpu_time",
+        "time_unit",
+        "family_index",
+        "per_family_instance_index",
+        "label",
+        "error_occurred",
+        "error_message",
+    }
     return {key: value for key, value in entry.items() if key not in known and isinstance(value, (int, float))}
 
 
@@ -108,8 +134,12 @@ def load(path):
             if entry.get("run_type", "iteration") != "iteration" or entry.get("error_occurred"):
                 continue
             name = re.sub(r"/(iterations:\d+|manual_time|real_time)(?=/|$)", "", entry["name"])
-            rows[name] = Row(name, entry["real_time"] * _SECONDS[entry.get("time_unit", "ns")], _fields(entry),
-                             entry.get("label", ""))
+            rows[name] = Row(
+                name,
+                entry["real_time"] * _SECONDS[entry.get("time_unit", "ns")],
+                _fields(entry),
+                entry.get("label", ""),
+            )
         return Results(str(path), dict(data["context"]), rows)
     except (KeyError, TypeError, AttributeError) as error:
         raise UnusableFile(f"{path}: not a file of results (no {error})") from error
@@ -117,8 +147,11 @@ def load(path):
 
 def differences(a, b):
     """The parts of the configuration in which two results differ: (key, in a, in b)."""
-    return [(key, a.context.get(key, "none"), b.context.get(key, "none")) for key in CONFIGURATION
-            if a.context.get(key, "none") != b.context.get(key, "none")]
+    return [
+        (key, a.context.get(key, "none"), b.context.get(key, "none"))
+        for key in CONFIGURATION
+        if a.context.get(key, "none") != b.context.get(key, "none")
+    ]
 
 
 def probe_complaints(results, largest_drift=0.05, least_scaling=0.9):

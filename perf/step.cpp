@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Decoding: one token for every head, with the state of all before it, in place. support/rows.hpp says what is counted;
-// bytes are those of the token and of the state, read and written. eff above 1 means that the states stay in a
-// cache, whose bandwidth is higher than the triad's.
+// Decoding: one token for every head, with the state of all before it, in place. support/rows.hpp
+// says what is counted; bytes are those of the token and of the state, read and written. eff above
+// 1 means that the states stay in a cache, whose bandwidth is higher than the triad's.
 //
 //   OMP_NUM_THREADS=2 OMP_PROC_BIND=close OMP_PLACES=cores build/release/perf/step
 //     [--seconds=0.25] [--benchmark_filter=REGEX] [--benchmark_out=FILE.json]
@@ -47,12 +47,15 @@ class Decoder {
   double tokens() const { return static_cast<double>(m_p.batch * m_p.heads); }
   double flops() const { return recurrent_flops(m_p, V::normalise_by_default, Pass::forward); }
   double bytes() const {
-    const double state = static_cast<double>((S.size() + z.size()) * sizeof(A) + shift.size() * sizeof(int));
+    const double state =
+        static_cast<double>((S.size() + z.size()) * sizeof(A) + shift.size() * sizeof(int));
     return static_cast<double>((q.size() + k.size() + v.size() + o.size()) * sizeof(T)) + 2 * state;
   }
 
 #if defined(LINATTN_PERF_HAS_STEP)
-  std::size_t workspace_bytes() const { return LinAttn::workspace_size<T>(m_exec, V{}, m_p, Pass::step); }
+  std::size_t workspace_bytes() const {
+    return LinAttn::workspace_size<T>(m_exec, V{}, m_p, Pass::step);
+  }
   void run() {
     LinAttn::step_in_place<T>(m_exec, V{}, {.q = q, .k = k, .v = v}, state(), o, m_workspace);
   }
@@ -64,9 +67,11 @@ class Decoder {
     const auto row = [](const auto& x) {
       using View = std::remove_cvref_t<decltype(x)>;
       return Kokkos::View<typename View::value_type****, Kokkos::LayoutRight, Memory,
-                          Kokkos::MemoryTraits<Kokkos::Unmanaged>>(x.data(), x.extent(0), x.extent(1), 1, x.extent(2));
+                          Kokkos::MemoryTraits<Kokkos::Unmanaged>>(x.data(), x.extent(0),
+                                                                   x.extent(1), 1, x.extent(2));
     };
-    LinAttn::forward<T>(m_exec, V{}, {.q = row(q), .k = row(k), .v = row(v), .state = state().as_const()},
+    LinAttn::forward<T>(m_exec, V{},
+                        {.q = row(q), .k = row(k), .v = row(v), .state = state().as_const()},
                         {.o = row(o), .state = state()}, m_workspace, Options{.causal = true});
   }
 #endif
@@ -80,7 +85,8 @@ class Decoder {
   template <class View>
   static void fill(const View& x, std::uint64_t seed) {
     using E = typename View::value_type;
-    for (std::size_t i = 0; i < x.size(); ++i) x.data()[i] = static_cast<E>(static_cast<A>(Fill{seed, true}(i)));
+    for (std::size_t i = 0; i < x.size(); ++i)
+      x.data()[i] = static_cast<E>(static_cast<A>(Fill{seed, true}(i)));
   }
 
   Exec m_exec;
@@ -93,14 +99,15 @@ class Decoder {
 };
 
 template <class T, class V>
-void add(const std::string& group, std::int64_t batch, std::int64_t heads, std::int64_t d, const std::string& extents) {
+void add(const std::string& group, std::int64_t batch, std::int64_t heads, std::int64_t d,
+         const std::string& extents) {
   const Problem p = shape(batch, heads, 1, d);
   add_row(detail::message(group, "/", V::name, "/", type_name<T>(), "/causal/", extents),
           [=](benchmark::State& state) {
             Decoder<T, V> decoder(p);
             for (auto _ : state) {
-              const auto row =
-                  machine().row<accumulator_t<T>>([&] { return seconds_of(decoder.exec(), [&] { decoder.run(); }); });
+              const auto row = machine().row<accumulator_t<T>>(
+                  [&] { return seconds_of(decoder.exec(), [&] { decoder.run(); }); });
               report(state, row, decoder.flops(), decoder.bytes(), decoder.tokens());
             }
             state.counters["workspace_bytes"] = static_cast<double>(decoder.workspace_bytes());
@@ -110,8 +117,10 @@ void add(const std::string& group, std::int64_t batch, std::int64_t heads, std::
 template <class T, class V>
 void add_all() {
   for (const std::int64_t d : {32, 64, 128, 256})
-    for (const auto& [batch, heads] : {std::pair<std::int64_t, std::int64_t>{1, many_heads()}, {32, many_heads()}})
-      add<T, V>("step/step", batch, heads, d, detail::message("B", batch, "/H", heads, "/N1/D", d, "/Dv", d));
+    for (const auto& [batch, heads] :
+         {std::pair<std::int64_t, std::int64_t>{1, many_heads()}, {32, many_heads()}})
+      add<T, V>("step/step", batch, heads, d,
+                detail::message("B", batch, "/H", heads, "/N1/D", d, "/Dv", d));
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ class Axis:
     label: str
     log: int = 0
     categories: list = None
-    low: float = None   # limits; None: those of the data
+    low: float = None  # limits; None: those of the data
     high: float = None
 
 
@@ -56,13 +56,25 @@ class Chart:
 
     def line(self, label, xs, ys, style=None, dashed=False, joined=True):
         """A series; points that a logarithmic axis cannot show are left out. `style` chooses colour and marker."""
-        points = [(self._x(x), y) for x, y in zip(xs, ys)
-                  if math.isfinite(y) and (not self.y.log or y > 0) and (not self.x.log or x > 0)]
+        points = [
+            (self._x(x), y)
+            for x, y in zip(xs, ys)
+            if math.isfinite(y) and (not self.y.log or y > 0) and (not self.x.log or x > 0)
+        ]
         if not points:
             return
         style = len(self.series) if style is None else style
-        self.series.append(_Series(label, [p[0] for p in points], [p[1] for p in points],
-                                   COLOURS[style % len(COLOURS)], style, dashed, joined and not self.x.categories))
+        self.series.append(
+            _Series(
+                label,
+                [p[0] for p in points],
+                [p[1] for p in points],
+                COLOURS[style % len(COLOURS)],
+                style,
+                dashed,
+                joined and not self.x.categories,
+            )
+        )
 
     def level(self, y, label):
         """A horizontal line to compare with."""
@@ -102,11 +114,12 @@ def ticks(axis, low, high):
         every = max(1, math.ceil((last - first + 1) / 10))
         found = []
         for power in range(first, last + 1):
-            found.append((float(base)**power, number(float(base)**power) if (power - first) % every == 0 else None))
+            found.append((float(base) ** power, number(float(base) ** power) if (power - first) % every == 0 else None))
             if base == 10 and last - first <= 4:
                 near = last - first <= 2
-                found += [(m * 10.0**power, number(m * 10.0**power) if near and m in (2, 5) else None)
-                          for m in range(2, 10)]
+                found += [
+                    (m * 10.0**power, number(m * 10.0**power) if near and m in (2, 5) else None) for m in range(2, 10)
+                ]
         found = [(v, text) for v, text in found if low * (1 - 1e-9) <= v <= high * (1 + 1e-9)]
         if sum(text is not None for _, text in found) >= 2:
             return found
@@ -114,9 +127,12 @@ def ticks(axis, low, high):
             return [(v, number(v)) for v, _ in found]
         # less than what a logarithm divides: as a linear axis
     span = high - low
-    step = 10.0**math.floor(math.log10(span / 4))
+    step = 10.0 ** math.floor(math.log10(span / 4))
     step *= next(m for m in (1, 2, 2.5, 5, 10) if span / (m * step) <= 7)
-    return [(i * step, number(round(i * step, 12))) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        (i * step, number(round(i * step, 12)))
+        for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def limits(axis, values):
@@ -126,7 +142,7 @@ def limits(axis, values):
     low, high = min(values), max(values)
     if axis.log:
         low, high = (low if axis.low is None else axis.low), (high if axis.high is None else axis.high)
-        margin = (high / low)**0.04 if high > 1.05 * low else axis.log**0.5
+        margin = (high / low) ** 0.04 if high > 1.05 * low else axis.log**0.5
         return low / margin, high * margin
     low, high = (min(low, 0) if axis.low is None else axis.low), (high if axis.high is None else axis.high)
     return low, high + 0.06 * ((high - low) or 1)
@@ -207,12 +223,15 @@ def _draw(chart):
 def figure(charts, columns=2, caption=""):
     """The text of an SVG file with these charts."""
     columns = max(1, min(columns, len(charts)))
-    heights = [max(chart.height for chart in charts[i:i + columns]) for i in range(0, len(charts), columns)]
+    heights = [max(chart.height for chart in charts[i : i + columns]) for i in range(0, len(charts), columns)]
     width, height = columns * WIDTH, sum(heights) + 14 + (20 if caption else 0)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-           f"<style>{_STYLE}</style>", f'<rect width="{width}" height="{height}" fill="#fff"/>']
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f"<style>{_STYLE}</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
     for i, chart in enumerate(charts):
-        x, y = (i % columns) * WIDTH, sum(heights[:i // columns])
+        x, y = (i % columns) * WIDTH, sum(heights[: i // columns])
         out += [f'<g transform="translate({x} {y})">', *_draw(chart), "</g>"]
     if caption:
         out.append(_text(LEFT, height - 12, caption, "start", "small"))

@@ -38,9 +38,11 @@ struct FillKernel {
 
 /// FLOPs of the recurrent minimum (an FMA counts 2), with M = Dv + 1 values a row where rows are
 /// normalised: forward 2 D M for each key (state) and each query (output); backward 6 D M for each
-/// key (state, dk, dv) and 4 D M for each query (dq, mirrored state). What chunks add earns no credit.
+/// key (state, dk, dv) and 4 D M for each query (dq, mirrored state). What chunks add earns no
+/// credit.
 inline double recurrent_flops(const Problem& p, bool normalise, Pass pass) {
-  const double a_row = 2.0 * static_cast<double>(p.d) * static_cast<double>(p.dv + (normalise ? 1 : 0));
+  const double a_row =
+      2.0 * static_cast<double>(p.d) * static_cast<double>(p.dv + (normalise ? 1 : 0));
   const auto queries = static_cast<double>(p.batch * p.heads * p.nq);
   const auto keys = static_cast<double>(p.batch * p.kv_heads * p.nk);
   return pass == Pass::backward ? a_row * (2 * queries + 3 * keys) : a_row * (queries + keys);
@@ -56,7 +58,8 @@ inline double compulsory_bytes(const Problem& p, bool normalise, Pass pass, std:
   const double denominators = normalise ? queries * static_cast<double>(accumulator) : 0;
   const double once = queries * (d + dv) + keys * (d + dv);
   const double elements =
-      pass == Pass::backward ? once + queries * d + keys * (d + dv) + (normalise ? queries * dv : 0) : once;
+      pass == Pass::backward ? once + queries * d + keys * (d + dv) + (normalise ? queries * dv : 0)
+                             : once;
   return elements * static_cast<double>(element) + denominators;
 }
 
@@ -90,7 +93,8 @@ class Case {
     d_q = Tensor("d_q", m_p.batch, m_p.heads, m_p.nq, m_p.d);
     d_k = Tensor("d_k", m_p.batch, m_p.kv_heads, m_p.nk, m_p.d);
     d_v = Tensor("d_v", m_p.batch, m_p.kv_heads, m_p.nk, m_p.dv);
-    if (normalise()) denominator = decltype(denominator)("denominator", m_p.batch, m_p.heads, m_p.nq);
+    if (normalise())
+      denominator = decltype(denominator)("denominator", m_p.batch, m_p.heads, m_p.nq);
     m_workspace = decltype(m_workspace)(
         "workspace", std::max(workspace_bytes(Pass::forward), workspace_bytes(Pass::backward)));
     run(Pass::forward);
@@ -116,7 +120,8 @@ class Case {
     if (pass == Pass::forward)
       LinAttn::forward<T>(m_exec, m_variant, inputs(), saved(), m_workspace, m_options);
     else
-      LinAttn::backward<T>(m_exec, m_variant, inputs(), saved(), d_o, gradients(), m_workspace, m_options);
+      LinAttn::backward<T>(m_exec, m_variant, inputs(), saved(), d_o, gradients(), m_workspace,
+                           m_options);
   }
   /// The same in a workspace that is allocated and freed inside.
   void run_with_own_workspace(Pass pass) {
@@ -138,9 +143,10 @@ class Case {
   }
   Gradients<ExecSpace, T> gradients() const { return {.q = d_q, .k = d_k, .v = d_v}; }
 
-  Tensor filled(const char* name, std::int64_t heads, std::int64_t rows, std::int64_t columns, Fill fill) {
-    const Tensor t(Kokkos::view_alloc(std::string(name), Kokkos::WithoutInitializing), m_p.batch, heads, rows,
-                   columns);
+  Tensor filled(const char* name, std::int64_t heads, std::int64_t rows, std::int64_t columns,
+                Fill fill) {
+    const Tensor t(Kokkos::view_alloc(std::string(name), Kokkos::WithoutInitializing), m_p.batch,
+                   heads, rows, columns);
     Kokkos::parallel_for("LinAttn::perf::fill",
                          Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(
                              m_exec, 0, static_cast<std::int64_t>(t.size())),

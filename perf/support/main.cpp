@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The main program of every benchmark: options, configuration, and the probes at the begin and the end.
+// The main program of every benchmark: options, configuration, and the probes at the begin and the
+// end.
 //
 //   PROGRAM [--seconds=0.25] [options of Google Benchmark]
 //
@@ -33,7 +34,8 @@ std::string processor() {
 
 std::string compiler() {
 #if defined(__clang__)
-  return detail::message("Clang ", __clang_major__, ".", __clang_minor__, ".", __clang_patchlevel__);
+  return detail::message("Clang ", __clang_major__, ".", __clang_minor__, ".",
+                         __clang_patchlevel__);
 #elif defined(__GNUC__)
   return detail::message("GCC ", __GNUC__, ".", __GNUC_MINOR__, ".", __GNUC_PATCHLEVEL__);
 #else
@@ -70,7 +72,8 @@ void describe_configuration() {
 #endif
 }
 
-/// Both probes of all threads; `scaling` is their FMA rate over that of one thread times their number.
+/// Both probes of all threads; `scaling` is their FMA rate over that of one thread times their
+/// number.
 void add_probes(const std::string& name) {
   add_row("probes/" + name, [](benchmark::State& state) {
     Machine<Exec>& m = machine();

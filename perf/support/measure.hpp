@@ -18,7 +18,7 @@ namespace LinAttn::perf {
 /// How long to measure. `seconds` = 0 is a smoke test: everything runs once.
 struct Effort {
   double seconds = 0.25;  ///< about so much for a row
-  int least_samples = 9;  ///< but not fewer runs (a third of them where one takes longer than `seconds`)
+  int least_samples = 9;  ///< but not fewer runs, or a third of them where one is so long
   int attempts = 3;       ///< a row that was disturbed is measured again, so often in all
   double patience = 60;   ///< seconds for measuring again, all rows together
 
@@ -60,7 +60,8 @@ std::vector<double> sampled(const Effort& effort, const F& sample) {
     const double passed = seconds() - begin;
     const auto taken = static_cast<int>(times.size());
     if (passed < effort.seconds) return taken >= most_samples;
-    return taken >= effort.least_samples || (passed > 3 * effort.seconds && taken >= effort.least_samples / 3);
+    return taken >= effort.least_samples ||
+           (passed > 3 * effort.seconds && taken >= effort.least_samples / 3);
   };
   do times.push_back(sample());
   while (!enough());
@@ -72,18 +73,22 @@ struct Roof {
   double flops = 0, bandwidth = 0;
 
   /// T_min of work that has to do so much.
-  double least_seconds(double work, double bytes) const { return std::max(work / flops, bytes / bandwidth); }
+  double least_seconds(double work, double bytes) const {
+    return std::max(work / flops, bytes / bandwidth);
+  }
 };
 
-/// The probes of a run. Drift is the change between the FMA probes before and after a row over the larger of
-/// them; scaling is what they reached in the median over that of one thread at the begin of the run times the
-/// threads. The best of a few short probes alone would not see another program that takes turns.
+/// The probes of a run. Drift is the change between the FMA probes before and after a row over the
+/// larger of them; scaling is what they reached in the median over that of one thread at the begin
+/// of the run times the threads. The best of a few short probes alone would not see another program
+/// that takes turns.
 template <class ExecSpace>
 class Machine {
  public:
   static constexpr double largest_drift = 0.05, least_scaling = 0.9, largest_delay = 1.4;
 
-  Machine(const ExecSpace& exec, const Effort& effort) : m_exec(exec), m_effort(effort), m_triad(exec) {
+  Machine(const ExecSpace& exec, const Effort& effort)
+      : m_exec(exec), m_effort(effort), m_triad(exec) {
     m_one_float = fma<float>(one_worker());
     m_one_double = fma<double>(one_worker());
     m_bandwidth = m_triad.bandwidth(effort.smoke() ? 1 : 5);
@@ -110,7 +115,7 @@ class Machine {
 
   struct Row {
     Times times;
-    Roof roof;         ///< the higher one of the two probes around the row
+    Roof roof;                      ///< the higher one of the two probes around the row
     double drift = 0, scaling = 0;  ///< of the FMA rate
     /// Of the median over the shortest time.
     double delay() const { return times.median / times.least; }
@@ -121,8 +126,8 @@ class Machine {
     bool disturbed() const { return disturbance() > 1; }
   };
 
-  /// Times sample(), which returns its own seconds, in units of the roofs for arithmetic of type T. A
-  /// row that was disturbed is taken again; if all are, the one that was least is returned.
+  /// Times sample(), which returns its own seconds, in units of the roofs for arithmetic of type T.
+  /// A row that was disturbed is taken again; if all are, the one that was least is returned.
   template <class T, class F>
   Row row(const F& sample) {
     Row best;

@@ -66,7 +66,9 @@ struct DeviceFmaProbe {
   Kokkos::View<T*, Memory> sink;
 
   static constexpr int accumulators = 16;
-  static double flops(std::int64_t steps) { return 2.0 * accumulators * static_cast<double>(steps); }
+  static double flops(std::int64_t steps) {
+    return 2.0 * accumulators * static_cast<double>(steps);
+  }
 
   KOKKOS_FUNCTION void operator()(int thread) const {
     T sum[accumulators];
@@ -98,7 +100,8 @@ Rate fma_rate(const ExecSpace& exec, int threads, double milliseconds, int runs)
   std::vector<double> rates;
   for (int run = 0; run < runs; ++run) {
     const double time = seconds_of(exec, [&] {
-      Kokkos::parallel_for("LinAttn::perf::fma", Kokkos::RangePolicy<ExecSpace>(exec, 0, threads), probe);
+      Kokkos::parallel_for("LinAttn::perf::fma", Kokkos::RangePolicy<ExecSpace>(exec, 0, threads),
+                           probe);
     });
     rates.push_back(threads * Probe::flops(steps) / time);
   }
@@ -111,15 +114,17 @@ struct Triad {
   KOKKOS_FUNCTION void operator()(std::int64_t i) const { a[i] = b[i] + 0.5 * c[i]; }
 };
 
-/// Bytes of the last-level cache of the host, 0 where the system does not tell. Not from sysconf(), which
-/// multiplies it by the cores on some machines.
+/// Bytes of the last-level cache of the host, 0 where the system does not tell. Not from sysconf(),
+/// which multiplies it by the cores on some machines.
 inline std::int64_t last_level_cache() {
   std::int64_t largest = 0;
   for (int index = 0; index < 8; ++index) {
-    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/size");
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) +
+                       "/size");
     std::int64_t size = 0;
     char unit = 0;
-    if (file >> size >> unit) largest = std::max(largest, size * (unit == 'M' ? 1 << 20 : unit == 'K' ? 1 << 10 : 1));
+    if (file >> size >> unit)
+      largest = std::max(largest, size * (unit == 'M' ? 1 << 20 : unit == 'K' ? 1 << 10 : 1));
   }
   return largest;
 }

@@ -25,7 +25,7 @@
 ///     eff           T_min / median time, T_min = max(FLOPs / FMA rate, bytes / triad bandwidth)
 ///     eff_best      the same with the shortest time
 ///     GFLOP/s, GB/s of the recurrent minimum and the compulsory bytes, by the median time
-///     bytes         compulsory bytes; saved_bytes and workspace_bytes: memory beside inputs and outputs
+///     bytes         compulsory bytes; saved_bytes, workspace_bytes: memory beside inputs, outputs
 ///     tokens/s      a token is one position of one query head
 ///     best_s, spread, samples   shortest time, distance of the quartiles over the median, runs
 ///     roof_GFLOP/s, roof_GB/s   the probes around the row
@@ -55,8 +55,8 @@ struct Job {
   std::string name(const char* group, Pass pass) const {
     const Problem& p = problem;
     return detail::message(group, "/", pass_name(pass), "/", variant_name, "/", type_name<T>(),
-                           options.causal ? "/causal" : "/full", "/B", p.batch, "/H", p.heads, "/N", p.nq, "/D",
-                           p.d, "/Dv", p.dv);
+                           options.causal ? "/causal" : "/full", "/B", p.batch, "/H", p.heads, "/N",
+                           p.nq, "/D", p.d, "/Dv", p.dv);
   }
 };
 
@@ -85,8 +85,8 @@ inline void report(benchmark::State& state, const Machine<Exec>::Row& row) {
   c["scaling"] = row.scaling;
   c["disturbed"] = row.disturbed() ? 1 : 0;
 }
-inline void report(benchmark::State& state, const Machine<Exec>::Row& row, double flops, double bytes,
-                   double tokens) {
+inline void report(benchmark::State& state, const Machine<Exec>::Row& row, double flops,
+                   double bytes, double tokens) {
   report(state, row);
   auto& c = state.counters;
   const double least = row.roof.least_seconds(flops, bytes);
@@ -120,10 +120,11 @@ void add_passes(const char* group, const Job<T, V>& job) {
   for (const Pass pass : {Pass::forward, Pass::backward}) add_pass(group, pass, job);
 }
 
-/// Two problems in turn, so that a drift of the machine meets both: `ratio` is the median of the time
-/// of the second over that of the first, each for one unit of work as `unit` counts it.
+/// Two problems in turn, so that a drift of the machine meets both: `ratio` is the median of the
+/// time of the second over that of the first, each for one unit of work as `unit` counts it.
 template <class T, class V, class W, class Unit>
-void add_ratio(const char* group, Pass pass, const Job<T, V>& first, const Job<T, W>& second, const Unit& unit) {
+void add_ratio(const char* group, Pass pass, const Job<T, V>& first, const Job<T, W>& second,
+               const Unit& unit) {
   add_row(first.name(group, pass), [=](benchmark::State& state) {
     const auto a = first.make();
     const auto b = second.make();
@@ -151,11 +152,15 @@ void add_ratio(const char* group, Pass pass, const Job<T, V>& first, const Job<T
 /// Units of work for add_ratio().
 struct PerToken {
   template <class C>
-  double operator()(const C& c, Pass) const { return c.tokens(); }
+  double operator()(const C& c, Pass) const {
+    return c.tokens();
+  }
 };
 struct PerFlop {
   template <class C>
-  double operator()(const C& c, Pass pass) const { return c.flops(pass); }
+  double operator()(const C& c, Pass pass) const {
+    return c.flops(pass);
+  }
 };
 
 }  // namespace LinAttn::perf

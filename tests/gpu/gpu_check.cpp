@@ -2,12 +2,14 @@
 //
 // A program that needs Kokkos and LinAttn alone, for a machine with a device:
 //
-//   gpu_check check [--seed=N]                         the device against the host and the dense reference
-//   gpu_check bench [--seconds=S] [--json=FILE] [--device=NAME]   forward and backward against the roofs
+//   gpu_check check [--seed=N]
+//       the device against the host and the dense reference
+//   gpu_check bench [--seconds=S] [--json=FILE] [--device=NAME]
+//       forward and backward against the roofs of the device
 //
-// The device is CUDA where Kokkos has it. Without one, Serial is held against the default host space, and the
-// benchmark runs on the latter, so that the program itself is tested everywhere. Exit status: 0, 1 if results
-// differ, 2 for a wrong command line.
+// The device is CUDA where Kokkos has it. Without one, Serial is held against the default host
+// space, and the benchmark runs on the latter, so that the program itself is tested everywhere.
+// Exit status: 0, 1 if results differ, 2 for a wrong command line.
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>
@@ -67,41 +69,60 @@ double storage_roundoff() {
   return 0;
 }
 
-// ---- cases -------------------------------------------------------------------------------------------------
+// ---- cases --------------------------------------------------------------------------------------
 
 struct Spec {
   const char* what;
   Problem problem;
   Options options{};
-  bool masked = false;                             ///< a key mask
+  bool masked = false;                               ///< a key mask
   std::vector<std::int64_t> packed_q{}, packed_k{};  ///< lengths of members
-  bool states = false;                             ///< initial state, final state and its cotangent
-  bool decoding = false;                           ///< step() instead of the passes
+  bool states = false;    ///< initial state, final state and its cotangent
+  bool decoding = false;  ///< step() instead of the passes
 };
 
 std::vector<Spec> specs() {
-  std::vector<Spec> list{
-      {"causal", {2, 4, 4, 67, 67, 24, 40}, {.causal = true}},
-      {"causal, grouped, Nq < Nk", {1, 4, 2, 50, 131, 64, 33}, {.causal = true}},
-      {"full, one key/value head", {2, 3, 1, 45, 83, 33, 65}, {.causal = false}},
-      {"causal, plain rows", {1, 2, 2, 70, 70, 16, 24}, {.causal = true, .normalise = false, .scale = 0.25}},
-      {"full, plain rows", {1, 2, 1, 35, 70, 16, 24}, {.causal = false, .normalise = false, .scale = -0.5}},
-      {"causal, segments", {1, 1, 1, 301, 301, 20, 16}, {.causal = true, .segments = 4}},
-      {"full, segments", {1, 1, 1, 150, 301, 20, 16}, {.causal = false, .segments = 3}},
-      {"causal, D = Dv = 128", {1, 2, 2, 90, 90, 128, 128}, {.causal = true}},
-      {"causal, one head", {1, 1, 1, 130, 130, 96, 112}, {.causal = true}},
-      {"full, one head", {1, 1, 1, 90, 130, 40, 72}, {.causal = false}},
-      {"one token", {3, 2, 1, 1, 1, 12, 20}, {.causal = true}},
-      {"causal, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = true}, true},
-      {"full, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = false}, true},
-      {"causal, packed", {1, 2, 1, 0, 0, 24, 36}, {.causal = true}, false, {17, 0, 40, 1}, {33, 5, 40, 2}},
-      {"full, packed", {1, 2, 1, 0, 0, 24, 36}, {.causal = false}, false, {17, 3, 40}, {33, 0, 21}},
-      {"causal, states", {2, 4, 2, 70, 70, 24, 40}, {.causal = true}, false, {}, {}, true},
-      {"full, states", {2, 4, 2, 40, 70, 24, 40}, {.causal = false}, false, {}, {}, true},
-      {"causal, states, segments", {1, 2, 1, 260, 260, 16, 24}, {.causal = true, .segments = 3}, false, {}, {}, true},
+  std::vector<Spec> list {
+    {"causal", {2, 4, 4, 67, 67, 24, 40}, {.causal = true}},
+        {"causal, grouped, Nq < Nk", {1, 4, 2, 50, 131, 64, 33}, {.causal = true}},
+        {"full, one key/value head", {2, 3, 1, 45, 83, 33, 65}, {.causal = false}},
+        {"causal, plain rows",
+         {1, 2, 2, 70, 70, 16, 24},
+         {.causal = true, .normalise = false, .scale = 0.25}},
+        {"full, plain rows",
+         {1, 2, 1, 35, 70, 16, 24},
+         {.causal = false, .normalise = false, .scale = -0.5}},
+        {"causal, segments", {1, 1, 1, 301, 301, 20, 16}, {.causal = true, .segments = 4}},
+        {"full, segments", {1, 1, 1, 150, 301, 20, 16}, {.causal = false, .segments = 3}},
+        {"causal, D = Dv = 128", {1, 2, 2, 90, 90, 128, 128}, {.causal = true}},
+        {"causal, one head", {1, 1, 1, 130, 130, 96, 112}, {.causal = true}},
+        {"full, one head", {1, 1, 1, 90, 130, 40, 72}, {.causal = false}},
+        {"one token", {3, 2, 1, 1, 1, 12, 20}, {.causal = true}},
+        {"causal, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = true}, true},
+        {"full, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = false}, true},
+        {"causal, packed", {1, 2, 1, 0, 0, 24, 36}, {.causal = true}, false,
+         {17, 0, 40, 1},   {33, 5, 40, 2}},
+        {"full, packed", {1, 2, 1, 0, 0, 24, 36}, {.causal = false}, false, {17, 3, 40},
+         {33, 0, 21}},
+        {"causal, states", {2, 4, 2, 70, 70, 24, 40}, {.causal = true}, false, {}, {}, true},
+        {"full, states", {2, 4, 2, 40, 70, 24, 40}, {.causal = false}, false, {}, {}, true},
+        {"causal, states, segments",
+         {1, 2, 1, 260, 260, 16, 24},
+         {.causal = true, .segments = 3},
+         false,
+         {},
+         {},
+         true},
 #if defined(LINATTN_GPU_CHECK_STEP)
-      {"decoding", {3, 4, 2, 1, 1, 40, 72}, {.causal = true}, false, {}, {}, true, true},
-      {"decoding, D = Dv = 128", {2, 2, 2, 1, 1, 128, 128}, {.causal = true}, false, {}, {}, true, true},
+        {"decoding", {3, 4, 2, 1, 1, 40, 72}, {.causal = true}, false, {}, {}, true, true},
+        {"decoding, D = Dv = 128",
+         {2, 2, 2, 1, 1, 128, 128},
+         {.causal = true},
+         false,
+         {},
+         {},
+         true,
+         true},
 #endif
   };
   for (Spec& spec : list) {
@@ -171,12 +192,13 @@ Data make_data(const Spec& spec, std::uint64_t seed) {
     data.d_S = rounded<A>(numbers(sums * p.dv, seed + 10, -1, 1));
     data.d_z = rounded<A>(numbers(sums, seed + 11, -1, 1));
     data.shift.resize(static_cast<std::size_t>(sums));
-    for (std::size_t i = 0; i < data.shift.size(); ++i) data.shift[i] = static_cast<int>(7 * Fill{seed + 12, true}(i)) - 3;
+    for (std::size_t i = 0; i < data.shift.size(); ++i)
+      data.shift[i] = static_cast<int>(7 * Fill{seed + 12, true}(i)) - 3;
   }
   return data;
 }
 
-// ---- calls -------------------------------------------------------------------------------------------------
+// ---- calls --------------------------------------------------------------------------------------
 
 template <class E, class Space>
 class Buffer {
@@ -184,7 +206,8 @@ class Buffer {
   using View = Kokkos::View<E*, typename Space::memory_space>;
 
   Buffer() = default;
-  explicit Buffer(std::int64_t count) : m_view("LinAttn::gpu_check", static_cast<std::size_t>(count)) {}
+  explicit Buffer(std::int64_t count)
+      : m_view("LinAttn::gpu_check", static_cast<std::size_t>(count)) {}
   template <class From>
   explicit Buffer(const std::vector<From>& from) : Buffer(static_cast<std::int64_t>(from.size())) {
     const auto host = Kokkos::create_mirror_view(m_view);
@@ -215,12 +238,16 @@ class Buffer {
  private:
   template <class From>
   static E convert(From x) {
-    if constexpr (std::is_integral_v<E>) return static_cast<E>(x);
-    else return static_cast<E>(static_cast<accumulator_t<E>>(x));
+    if constexpr (std::is_integral_v<E>)
+      return static_cast<E>(x);
+    else
+      return static_cast<E>(static_cast<accumulator_t<E>>(x));
   }
   static double widen(E x) {
-    if constexpr (std::is_integral_v<E>) return static_cast<double>(x);
-    else return static_cast<double>(static_cast<accumulator_t<E>>(x));
+    if constexpr (std::is_integral_v<E>)
+      return static_cast<double>(x);
+    else
+      return static_cast<double>(static_cast<accumulator_t<E>>(x));
   }
   View m_view{};
 };
@@ -244,10 +271,12 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Problem& p = spec.problem;
   const bool normalise = spec.options.normalise.value_or(V::normalise_by_default);
   const bool scaled = ScaledFeatureMap<key_map_t<V>>;
-  const std::array<std::int64_t, 4> at_q{p.batch, p.heads, p.nq, p.d}, at_k{p.batch, p.kv_heads, p.nk, p.d},
-      at_v{p.batch, p.kv_heads, p.nk, p.dv}, at_o{p.batch, p.heads, p.nq, p.dv};
+  const std::array<std::int64_t, 4> at_q{p.batch, p.heads, p.nq, p.d},
+      at_k{p.batch, p.kv_heads, p.nk, p.d}, at_v{p.batch, p.kv_heads, p.nk, p.dv},
+      at_o{p.batch, p.heads, p.nq, p.dv};
   const std::array<std::int64_t, 4> at_S{p.sequences(), p.kv_heads, p.d, p.dv};
-  const std::array<std::int64_t, 3> at_z{p.sequences(), p.kv_heads, p.d}, at_s{p.batch, p.heads, p.nq};
+  const std::array<std::int64_t, 3> at_z{p.sequences(), p.kv_heads, p.d},
+      at_s{p.batch, p.heads, p.nq};
   const auto count = [](const auto& extents) {
     std::int64_t n = 1;
     for (const std::int64_t e : extents) n *= e;
@@ -257,7 +286,8 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Buffer<T, Space> q(data.q), k(data.k), v(data.v), d_o(data.d_o);
   const Buffer<T, Space> o(count(at_o)), d_q(count(at_q)), d_k(count(at_k)), d_v(count(at_v));
   const Buffer<A, Space> s(count(at_s));
-  const Buffer<double, Space> alpha(data.alpha), beta(data.beta), d_alpha(p.heads), d_beta(p.kv_heads);
+  const Buffer<double, Space> alpha(data.alpha), beta(data.beta), d_alpha(p.heads),
+      d_beta(p.kv_heads);
   const Buffer<std::uint8_t, Space> mask(data.mask);
   const Buffer<A, Space> S(data.S), z(data.z), last_d_S(data.d_S), last_d_z(data.d_z);
   const Buffer<int, Space> shift(data.shift);
@@ -266,11 +296,13 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Buffer<int, Space> last_shift(sums);
 
   const V variant = make_variant<V>(alpha.view(), beta.view());
-  Inputs<Space, T> inputs{.q = q.template ref<4>(at_q), .k = k.template ref<4>(at_k), .v = v.template ref<4>(at_v)};
+  Inputs<Space, T> inputs{
+      .q = q.template ref<4>(at_q), .k = k.template ref<4>(at_k), .v = v.template ref<4>(at_v)};
   Saved<Space, T> saved{.o = o.template ref<4>(at_o)};
   Cotangents<Space, T> cotangents{.o = d_o.template ref<4>(at_o)};
-  Gradients<Space, T> gradients{
-      .q = d_q.template ref<4>(at_q), .k = d_k.template ref<4>(at_k), .v = d_v.template ref<4>(at_v)};
+  Gradients<Space, T> gradients{.q = d_q.template ref<4>(at_q),
+                                .k = d_k.template ref<4>(at_k),
+                                .v = d_v.template ref<4>(at_v)};
   if (normalise) saved.denominator = s.template ref<3>(at_s);
   if (spec.masked) inputs.key_mask = mask.template ref<2>({p.batch, p.nk});
   if (!data.cu_q.empty()) {
@@ -338,15 +370,17 @@ Outcome decode(const Spec& spec, const Data& data) {
       static_cast<std::int64_t>(LinAttn::workspace_size<T>(exec, variant, p, Pass::step)));
   const std::array<std::int64_t, 3> at_o{p.batch, p.heads, p.dv};
   LinAttn::step<T>(exec, variant, token, before, after, o.template ref<3>(at_o), workspace.view());
-  LinAttn::step_in_place<T>(exec, variant, token, after, next_o.template ref<3>(at_o), workspace.view());
+  LinAttn::step_in_place<T>(exec, variant, token, after, next_o.template ref<3>(at_o),
+                            workspace.view());
   exec.fence();
-  Outcome result{{"o", o.get()}, {"next o", next_o.get()}, {"S", last_S.get()}, {"z", last_z.get()}};
+  Outcome result{
+      {"o", o.get()}, {"next o", next_o.get()}, {"S", last_S.get()}, {"z", last_z.get()}};
   if (ScaledFeatureMap<key_map_t<V>>) result["shift"] = last_shift.get();
   return result;
 }
 #endif
 
-// ---- comparison --------------------------------------------------------------------------------------------
+// ---- comparison ---------------------------------------------------------------------------------
 
 /// The worst element so far, in units of its bound.
 struct Worst {
@@ -354,23 +388,30 @@ struct Worst {
   std::string where;
   int failures = 0;
 
-  void see(double found, double expected, double bound, const std::string& name, std::size_t element) {
+  void see(double found, double expected, double bound, const std::string& name,
+           std::size_t element) {
     const double error = std::abs(found - expected);
     const bool holds = error <= bound;  // false for NaN
-    const double now = error == 0 ? 0 : holds ? error / bound : bound > 0 && error == error ? error / bound : INFINITY;
+    const double now = error == 0                    ? 0
+                       : holds                       ? error / bound
+                       : bound > 0 && error == error ? error / bound
+                                                     : INFINITY;
     if (!holds) ++failures;
     if (!(now > ratio)) return;
     ratio = now;
     char text[160];
-    std::snprintf(text, sizeof text, "%s[%zu] = %.9g, not %.9g", name.c_str(), element, found, expected);
+    std::snprintf(text, sizeof text, "%s[%zu] = %.9g, not %.9g", name.c_str(), element, found,
+                  expected);
     where = text;
   }
 };
 
-/// Elementwise a-priori bounds of the sums as reference/bounds.hpp derives them, and of what storage in 16 bits
-/// adds: each stored tensor is rounded once, and o is read again by the backward pass.
+/// Elementwise a-priori bounds of the sums as reference/bounds.hpp derives them, and of what
+/// storage in 16 bits adds: each stored tensor is rounded once, and o is read again by the backward
+/// pass.
 template <class T, class V>
-void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device, const Outcome& host, Worst& worst) {
+void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device,
+                       const Outcome& host, Worst& worst) {
   reference::Settings settings;
   settings.kernel = reference::kernel_from_name(V::name);
   settings.causal = spec.options.causal;
@@ -381,24 +422,29 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   settings.key_mask = data.mask;
   settings.cu_seqlens_q = data.cu_q;
   settings.cu_seqlens_k = data.cu_k;
-  using Real = double;  // its compensated sums are good to a few roundings, of which the bounds have many
+  using Real =
+      double;  // its compensated sums are good to a few roundings, of which the bounds have many
   const auto wide = [](const Numbers& x) { return std::vector<Real>(x.begin(), x.end()); };
   const reference::Tensors<Real> tensors{wide(data.q), wide(data.k), wide(data.v)};
   const auto d_o = wide(data.d_o);
   const auto o = reference::forward(spec.problem, settings, tensors);
   const auto g = reference::backward(spec.problem, settings, tensors, d_o);
   const auto m = reference::magnitudes(spec.problem, settings, tensors, d_o);
-  const int chunk =
-      LinAttn::plan<T>(Device(), make_variant<V>(1.0, 1.0), spec.problem, Pass::backward, spec.options).chunk;
-  const auto counts =
-      reference::rounding_counts(spec.problem, reference::feature_roundings(settings.kernel), chunk);
-  const double u = std::numeric_limits<accumulator_t<T>>::epsilon() / 2, stored = storage_roundoff<T>();
-  const auto check = [&](const char* name, const auto& expected, const auto& magnitude, double roundings) {
+  const int chunk = LinAttn::plan<T>(Device(), make_variant<V>(1.0, 1.0), spec.problem,
+                                     Pass::backward, spec.options)
+                        .chunk;
+  const auto counts = reference::rounding_counts(
+      spec.problem, reference::feature_roundings(settings.kernel), chunk);
+  const double u = std::numeric_limits<accumulator_t<T>>::epsilon() / 2,
+               stored = storage_roundoff<T>();
+  const auto check = [&](const char* name, const auto& expected, const auto& magnitude,
+                         double roundings) {
     if (expected.empty()) return;
     const Numbers &on_device = device.at(name), &on_host = host.at(name);
     for (std::size_t i = 0; i < expected.size(); ++i) {
       const auto e = static_cast<double>(expected[i]);
-      const double bound = (roundings * u + 4 * stored) * static_cast<double>(magnitude[i]) + (u + stored) * std::abs(e);
+      const double bound = (roundings * u + 4 * stored) * static_cast<double>(magnitude[i]) +
+                           (u + stored) * std::abs(e);
       worst.see(on_device[i], e, bound, name, i);
       worst.see(on_device[i], on_host[i], 2 * bound, name, i);
     }
@@ -414,11 +460,13 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
 /// Relative to the largest element of the tensor: the reference knows no states.
 template <class T>
 void compare_by_scale(const Outcome& device, const Outcome& host, Worst& worst) {
-  const double relative = std::max(std::is_same_v<T, double> ? 1e-13 : 1e-5, 16 * storage_roundoff<T>());
+  const double relative =
+      std::max(std::is_same_v<T, double> ? 1e-13 : 1e-5, 16 * storage_roundoff<T>());
   for (const auto& [name, expected] : host) {
     if (name == "shift") continue;
     Numbers found = device.at(name);
-    if ((name == "S" || name == "z") && host.count("shift")) {  // the same number may have another shift
+    if ((name == "S" || name == "z") &&
+        host.count("shift")) {  // the same number may have another shift
       const Numbers &from = device.at("shift"), &to = host.at("shift");
       const std::size_t columns = found.size() / from.size();
       for (std::size_t i = 0; i < found.size(); ++i)
@@ -426,7 +474,8 @@ void compare_by_scale(const Outcome& device, const Outcome& host, Worst& worst) 
     }
     double scale = 0;
     for (const double e : expected) scale = std::max(scale, std::abs(e));
-    for (std::size_t i = 0; i < expected.size(); ++i) worst.see(found[i], expected[i], relative * scale, name, i);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      worst.see(found[i], expected[i], relative * scale, name, i);
   }
 }
 
@@ -448,13 +497,15 @@ int check_variant(std::uint64_t seed) {
     Worst worst;
     try {
       const Data data = make_data<T, V>(spec, seed + 100 * static_cast<std::uint64_t>(cases));
-      const Outcome device = run_on<T, V, Device>(spec, data), host = run_on<T, V, Host>(spec, data);
+      const Outcome device = run_on<T, V, Device>(spec, data),
+                    host = run_on<T, V, Host>(spec, data);
       if (spec.states)
         compare_by_scale<T>(device, host, worst);
       else
         compare_by_bounds<T, V>(spec, data, device, host, worst);
       if (run_on<T, V, Device>(spec, data) != device) {
-        std::printf("FAILED  %s %s, %s: two runs gave different bits\n", type_name<T>(), V::name, spec.what);
+        std::printf("FAILED  %s %s, %s: two runs gave different bits\n", type_name<T>(), V::name,
+                    spec.what);
         ++failed;
       }
     } catch (const std::exception& error) {
@@ -463,16 +514,17 @@ int check_variant(std::uint64_t seed) {
       continue;
     }
     if (worst.failures > 0) {
-      std::printf("FAILED  %s %s, %s: %d elements, the worst %.3g times its bound: %s\n", type_name<T>(), V::name,
-                  spec.what, worst.failures, worst.ratio, worst.where.c_str());
+      std::printf("FAILED  %s %s, %s: %d elements, the worst %.3g times its bound: %s\n",
+                  type_name<T>(), V::name, spec.what, worst.failures, worst.ratio,
+                  worst.where.c_str());
       ++failed;
     } else if (worst.ratio > nearest) {
       nearest = worst.ratio;
       what = spec.what;
     }
   }
-  std::printf("%-7s %-4s %-10s %2d cases; nearest to its bound: %.2f (%s)\n", failed ? "FAILED" : "ok", type_name<T>(),
-              V::name, cases, nearest, what.c_str());
+  std::printf("%-7s %-4s %-10s %2d cases; nearest to its bound: %.2f (%s)\n",
+              failed ? "FAILED" : "ok", type_name<T>(), V::name, cases, nearest, what.c_str());
   std::fflush(stdout);
   return failed;
 }
@@ -488,7 +540,7 @@ int check(std::uint64_t seed) {
   return failed ? 1 : 0;
 }
 
-// ---- benchmark ---------------------------------------------------------------------------------------------
+// ---- benchmark ----------------------------------------------------------------------------------
 
 struct Bench {
   perf::Effort effort{.seconds = 0.2};
@@ -499,9 +551,11 @@ struct Bench {
 class Json {
  public:
   void context(const std::string& name, const std::string& value) {
-    m_context += (m_context.empty() ? "" : ",\n") + std::string("    \"") + name + "\": \"" + escaped(value) + "\"";
+    m_context += (m_context.empty() ? "" : ",\n") + std::string("    \"") + name + "\": \"" +
+                 escaped(value) + "\"";
   }
-  void row(const std::string& name, double seconds, const std::vector<std::pair<const char*, double>>& counters) {
+  void row(const std::string& name, double seconds,
+           const std::vector<std::pair<const char*, double>>& counters) {
     char number[64];
     std::snprintf(number, sizeof number, "%.9g", seconds * 1e3);
     m_rows += (m_rows.empty() ? "" : ",\n") + std::string("    {\"name\": \"") + name +
@@ -515,7 +569,8 @@ class Json {
   bool write(const std::string& path) const {
     std::FILE* file = std::fopen(path.c_str(), "w");
     if (!file) return false;
-    std::fprintf(file, "{\n  \"context\": {\n%s\n  },\n  \"benchmarks\": [\n%s\n  ]\n}\n", m_context.c_str(), m_rows.c_str());
+    std::fprintf(file, "{\n  \"context\": {\n%s\n  },\n  \"benchmarks\": [\n%s\n  ]\n}\n",
+                 m_context.c_str(), m_rows.c_str());
     return std::fclose(file) == 0;
   }
 
@@ -532,18 +587,21 @@ class Json {
 };
 
 template <class T, class V>
-void bench_rows(perf::Machine<Timed>& machine, const char* name, const Problem& p, const Options& options, Json& json) {
+void bench_rows(perf::Machine<Timed>& machine, const char* name, const Problem& p,
+                const Options& options, Json& json) {
   perf::Case<T, V, Timed> c(V{}, p, options);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     const auto row = machine.template row<accumulator_t<T>>(
         [&] { return perf::seconds_of(c.exec(), [&] { c.run(pass); }); });
     const double least = row.roof.least_seconds(c.flops(pass), c.bytes(pass));
     const std::string full =
-        detail::message("main/", pass_name(pass), "/", name, "/", type_name<T>(), options.causal ? "/causal" : "/full",
-                        "/B", p.batch, "/H", p.heads, "/N", p.nq, "/D", p.d, "/Dv", p.dv);
-    std::printf("%-66s %9.3f ms  eff %.3f  %8.0f GFLOP/s  %7.1f GB/s%s\n", full.c_str() + 5, row.times.median * 1e3,
-                least / row.times.median, c.flops(pass) / row.times.median * 1e-9,
-                c.bytes(pass) / row.times.median * 1e-9, row.disturbed() ? "  (disturbed)" : "");
+        detail::message("main/", pass_name(pass), "/", name, "/", type_name<T>(),
+                        options.causal ? "/causal" : "/full", "/B", p.batch, "/H", p.heads, "/N",
+                        p.nq, "/D", p.d, "/Dv", p.dv);
+    std::printf("%-66s %9.3f ms  eff %.3f  %8.0f GFLOP/s  %7.1f GB/s%s\n", full.c_str() + 5,
+                row.times.median * 1e3, least / row.times.median,
+                c.flops(pass) / row.times.median * 1e-9, c.bytes(pass) / row.times.median * 1e-9,
+                row.disturbed() ? "  (disturbed)" : "");
     std::fflush(stdout);
     json.row(full, row.times.median,
              {{"eff", least / row.times.median},
@@ -568,10 +626,12 @@ void bench_rows(perf::Machine<Timed>& machine, const char* name, const Problem& 
 /// Both probes; their row in the JSON file.
 template <class Machine>
 void probe(const Machine& machine, const char* when, Json& json) {
-  const double single = machine.template fma<float>(machine.threads()), twice = machine.template fma<double>(machine.threads()),
-               triad = machine.triad();
-  std::printf("roofs at the %s: FMA %.0f GFLOP/s fp32, %.0f fp64; triad %.0f GB/s (portable: no tensor cores)\n", when,
-              single * 1e-9, twice * 1e-9, triad * 1e-9);
+  const double single = machine.template fma<float>(machine.threads()),
+               twice = machine.template fma<double>(machine.threads()), triad = machine.triad();
+  std::printf(
+      "roofs at the %s: FMA %.0f GFLOP/s fp32, %.0f fp64; triad %.0f GB/s (portable: no tensor "
+      "cores)\n",
+      when, single * 1e-9, twice * 1e-9, triad * 1e-9);
   json.row(std::string("probes/") + when, 0,
            {{"fma_f32_GFLOP/s", single * 1e-9},
             {"fma_f64_GFLOP/s", twice * 1e-9},
@@ -588,26 +648,34 @@ int bench(const Bench& settings) {
   std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%S", std::gmtime(&now));
   json.context("date", date);
   json.context("linattn_version", LINATTN_VERSION);
-  json.context("kokkos_version", detail::message(KOKKOS_VERSION / 10000, ".", KOKKOS_VERSION / 100 % 100, ".", KOKKOS_VERSION % 100));
+  json.context("kokkos_version",
+               detail::message(KOKKOS_VERSION / 10000, ".", KOKKOS_VERSION / 100 % 100, ".",
+                               KOKKOS_VERSION % 100));
   json.context("execution_space", Timed::name());
   json.context("threads", std::to_string(host ? machine.threads() : 1));
   if (!settings.device.empty()) json.context("device", settings.device);
-  std::printf("%s%s%s\n", Timed::name(), settings.device.empty() ? "" : ", ", settings.device.c_str());
+  std::printf("%s%s%s\n", Timed::name(), settings.device.empty() ? "" : ", ",
+              settings.device.c_str());
   probe(machine, "begin", json);
 
-  const std::int64_t heads = host ? 2 : 32, batch = host ? 1 : 4, n = settings.effort.smoke() ? 200 : host ? 1024 : 4096;
+  const std::int64_t heads = host ? 2 : 32, batch = host ? 1 : 4,
+                     n = settings.effort.smoke() ? 200
+                         : host                  ? 1024
+                                                 : 4096;
   for (const std::int64_t d : {64, 128}) {
     const Problem p{batch, heads, heads, n, n, d, d};
     for_each_type([&]<class T>(std::type_identity<T>) {
       for_each_variant([&]<class V>(std::type_identity<V>) {
         bench_rows<T, V>(machine, V::name, p, {.causal = true}, json);
       });
-      bench_rows<T, Identity>(machine, "normalised_identity", p, {.causal = true, .normalise = true}, json);
+      bench_rows<T, Identity>(machine, "normalised_identity", p,
+                              {.causal = true, .normalise = true}, json);
     });
     bench_rows<float, Elu>(machine, Elu::name, p, {.causal = false}, json);
   }
   const std::int64_t length = settings.effort.smoke() ? 200 : host ? 4096 : 65536;
-  bench_rows<float, Relu>(machine, Relu::name, {1, 1, 1, length, length, 64, 64}, {.causal = true}, json);
+  bench_rows<float, Relu>(machine, Relu::name, {1, 1, 1, length, length, 64, 64}, {.causal = true},
+                          json);
   probe(machine, "end", json);
   if (!settings.json.empty() && !json.write(settings.json)) {
     std::fprintf(stderr, "gpu_check: cannot write %s\n", settings.json.c_str());
@@ -616,7 +684,7 @@ int bench(const Bench& settings) {
   return 0;
 }
 
-// ---- command line ------------------------------------------------------------------------------------------
+// ---- command line -------------------------------------------------------------------------------
 
 /// Whether `argument` is --name=VALUE, which is then put into value.
 bool option(const char* argument, const char* name, std::string& value) {
@@ -628,7 +696,8 @@ bool option(const char* argument, const char* name, std::string& value) {
 
 int usage() {
   std::fprintf(stderr,
-               "usage: gpu_check check [--seed=N]\n       gpu_check bench [--seconds=S] [--json=FILE] [--device=NAME]\n");
+               "usage: gpu_check check [--seed=N]\n       gpu_check bench [--seconds=S] "
+               "[--json=FILE] [--device=NAME]\n");
   return 2;
 }
 
@@ -644,7 +713,8 @@ int run(int argc, char** argv) {
       seed = std::strtoull(value.c_str(), &end, 10);
     else if (mode == "bench" && option(argv[i], "--seconds", value))
       settings.effort.seconds = std::strtod(value.c_str(), &end);
-    else if (mode == "bench" && (option(argv[i], "--json", settings.json) || option(argv[i], "--device", settings.device)))
+    else if (mode == "bench" && (option(argv[i], "--json", settings.json) ||
+                                 option(argv[i], "--device", settings.device)))
       continue;
     else
       return usage();

@@ -21,9 +21,14 @@ class Compare(ScriptTest):
         self.assertIn("0 slower, 0 faster, 1 the same", out)
 
     def test_threshold_decides(self):
-        for eff, options, expected in ((0.48, (), 0), (0.47, (), 1), (0.47, ("--threshold", "10%"), 0),
-                                       (0.47, ("--threshold", "0.1"), 0), (0.495, ("--threshold", "2%"), 0),
-                                       (0.6, (), 0)):
+        for eff, options, expected in (
+            (0.48, (), 0),
+            (0.47, (), 1),
+            (0.47, ("--threshold", "10%"), 0),
+            (0.47, ("--threshold", "0.1"), 0),
+            (0.495, ("--threshold", "2%"), 0),
+            (0.6, (), 0),
+        ):
             status, out, _ = self.status([timed(NAME, 2, 0.5)], [timed(NAME, 2, eff)], *options)
             self.assertEqual(status, expected, out)
 

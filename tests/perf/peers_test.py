@@ -18,19 +18,32 @@ class Peers(ScriptTest):
         self.assert_one_line(err, "PyTorch is not installed")
 
     def test_results_have_the_names_of_ours(self):
-        found = {"seconds": 2e-3, "best_s": 1e-3, "spread": 0.0, "samples": 3, "peak_bytes": 5, "torch": "2.0", "gpu": ""}
+        found = {
+            "seconds": 2e-3,
+            "best_s": 1e-3,
+            "spread": 0.0,
+            "samples": 3,
+            "peak_bytes": 5,
+            "torch": "2.0",
+            "gpu": "",
+        }
         out = self.folder / "peers.json"
-        ours = self.file("ours.json", [timed(f"main/{p}/elu/f32/causal/B1/H8/N4096/D64/Dv64", 1, 0.5) for p in ("forward", "backward")])
-        with mock.patch.object(peers.importlib.util, "find_spec", return_value=True), \
-             mock.patch.object(peers, "run_case", side_effect=lambda case: (dict(found), "")):
-            status, text, err = self.run_main(peers, "--quick", "--threads", 1, "-o", out, "--against", ours,
-                                              "--methods", "chunked,softmax")
+        ours = self.file(
+            "ours.json",
+            [timed(f"main/{p}/elu/f32/causal/B1/H8/N4096/D64/Dv64", 1, 0.5) for p in ("forward", "backward")],
+        )
+        with mock.patch.object(peers.importlib.util, "find_spec", return_value=True), mock.patch.object(
+            peers, "run_case", side_effect=lambda case: (dict(found), "")
+        ):
+            status, text, err = self.run_main(
+                peers, "--quick", "--threads", 1, "-o", out, "--against", ours, "--methods", "chunked,softmax"
+            )
         self.assertEqual((status, err), (0, ""))
         file = results.load(out)
         self.assertEqual(file.context["library"], "PyTorch 2.0")
         self.assertEqual({row.variant for row in file.rows.values()}, {"elu_chunked", "softmax"})
         self.assertEqual({row.passes for row in file.rows.values()}, {"forward", "forward_backward"})
-        self.assertRegex(text, r"chunked +forward +H8/N4096/D64 +2.000 +0.0 +2.0")           # 2 ms over 1 ms
+        self.assertRegex(text, r"chunked +forward +H8/N4096/D64 +2.000 +0.0 +2.0")  # 2 ms over 1 ms
         self.assertRegex(text, r"chunked +forward_backward +H8/N4096/D64 +2.000 +0.0 +1.0")  # over 1 ms + 1 ms
 
     def test_wrong_options(self):

@@ -13,8 +13,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def main_rows():
-    return [timed(f"main/{p}/{v}/f32/causal/B1/H8/N4096/D{d}/Dv{d}", 2, 0.5)
-            for p in ("forward", "backward") for v in ("relu", "elu") for d in (64, 128)]
+    return [
+        timed(f"main/{p}/{v}/f32/causal/B1/H8/N4096/D{d}/Dv{d}", 2, 0.5)
+        for p in ("forward", "backward")
+        for v in ("relu", "elu")
+        for d in (64, 128)
+    ]
 
 
 def sweep(group, extent, values, **counters):
@@ -38,11 +42,18 @@ class Plot(ScriptTest):
         return [element.text for element in root.iter(SVG + "text")]
 
     def test_all_charts(self):
-        file = self.file("a.json", main_rows() + sweep("d_sweep", "D", (16, 32, 48)) + sweep("n_sweep", "N", (1, 2, 4096, 131072)))
+        file = self.file(
+            "a.json", main_rows() + sweep("d_sweep", "D", (16, 32, 48)) + sweep("n_sweep", "N", (1, 2, 4096, 131072))
+        )
         status, err, root = self.draw(file)
         self.assertEqual((status, err), (0, ""))
         texts = self.texts(root)
-        for title in ("eff in fp32, causal", "eff against D = Dv", "Time of a token against N", "Memory beside inputs and outputs"):
+        for title in (
+            "eff in fp32, causal",
+            "eff against D = Dv",
+            "Time of a token against N",
+            "Memory beside inputs and outputs",
+        ):
             self.assertIn(title, texts)
         self.assertIn("128k", texts)
         self.assertTrue(any("Some CPU" in (text or "") for text in texts))
@@ -58,7 +69,9 @@ class Plot(ScriptTest):
     def test_peers_beside_ours(self):
         ours = self.file("ours.json", sweep("n_sweep", "N", (64, 128)))
         name = "n_sweep/forward/elu_chunked/f32/causal/B1/H2/N{0}/D64/Dv64"
-        peers = self.file("peers.json", [row(name.format(n), 1, peak_bytes=2e6) for n in (64, 128)], library="PyTorch 2")
+        peers = self.file(
+            "peers.json", [row(name.format(n), 1, peak_bytes=2e6) for n in (64, 128)], library="PyTorch 2"
+        )
         status, err, root = self.draw(ours, peers)
         self.assertEqual((status, err), (0, ""))
         self.assertTrue(any("elu_chunked" in (text or "") and "PyTorch 2" in text for text in self.texts(root)))
@@ -84,13 +97,31 @@ class Plot(ScriptTest):
 
 class Svg(unittest.TestCase):
     def test_numbers(self):
-        for value, text in ((0, "0"), (1, "1"), (512, "512"), (1024, "1k"), (131072, "128k"), (2**20, "1M"), (0.05, "0.05"),
-                            (1500, "1500"), (25000, "25k"), (3e6, "3M"), (2e9, "2G")):
+        for value, text in (
+            (0, "0"),
+            (1, "1"),
+            (512, "512"),
+            (1024, "1k"),
+            (131072, "128k"),
+            (2**20, "1M"),
+            (0.05, "0.05"),
+            (1500, "1500"),
+            (25000, "25k"),
+            (3e6, "3M"),
+            (2e9, "2G"),
+        ):
             self.assertEqual(svg.number(value), text)
 
     def test_ticks_lie_in_the_range_and_are_named(self):
-        for axis, low, high in ((svg.Axis("", log=10), 0.3, 7e5), (svg.Axis("", log=2), 1, 131072), (svg.Axis(""), 0, 0.83),
-                                (svg.Axis("", log=10), 2.0, 7.0), (svg.Axis("", log=10), 6.1e5, 7.9e5), (svg.Axis("", log=2), 5, 7), (svg.Axis(""), 0, 1e-6)):
+        for axis, low, high in (
+            (svg.Axis("", log=10), 0.3, 7e5),
+            (svg.Axis("", log=2), 1, 131072),
+            (svg.Axis(""), 0, 0.83),
+            (svg.Axis("", log=10), 2.0, 7.0),
+            (svg.Axis("", log=10), 6.1e5, 7.9e5),
+            (svg.Axis("", log=2), 5, 7),
+            (svg.Axis(""), 0, 1e-6),
+        ):
             ticks = svg.ticks(axis, low, high)
             self.assertTrue(all(low * 0.999 <= v <= high * 1.001 for v, _ in ticks), ticks)
             named = [text for _, text in ticks if text]
