@@ -69,6 +69,12 @@ double storage_roundoff() {
   return 0;
 }
 
+/// Largest rounding error of storage below the normal range.
+template <class T>
+double storage_floor() {
+  return std::is_same_v<T, float16> ? 0x1p-25 : 0;
+}
+
 // ---- cases --------------------------------------------------------------------------------------
 
 struct Spec {
@@ -444,7 +450,7 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
     for (std::size_t i = 0; i < expected.size(); ++i) {
       const auto e = static_cast<double>(expected[i]);
       const double bound = (roundings * u + 4 * stored) * static_cast<double>(magnitude[i]) +
-                           (u + stored) * std::abs(e);
+                           (u + stored) * std::abs(e) + 2 * storage_floor<T>();
       worst.see(on_device[i], e, bound, name, i);
       worst.see(on_device[i], on_host[i], 2 * bound, name, i);
     }
