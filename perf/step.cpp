@@ -52,29 +52,12 @@ class Decoder {
     return static_cast<double>((q.size() + k.size() + v.size() + o.size()) * sizeof(T)) + 2 * state;
   }
 
-#if defined(LINATTN_PERF_HAS_STEP)
   std::size_t workspace_bytes() const {
     return LinAttn::workspace_size<T>(m_exec, V{}, m_p, Pass::step);
   }
   void run() {
     LinAttn::step_in_place<T>(m_exec, V{}, {.q = q, .k = k, .v = v}, state(), o, m_workspace);
   }
-#else  // the same by a pass over one token
-  std::size_t workspace_bytes() const {
-    return LinAttn::workspace_size<T>(m_exec, V{}, m_p, Pass::forward, Options{.causal = true});
-  }
-  void run() {
-    const auto row = [](const auto& x) {
-      using View = std::remove_cvref_t<decltype(x)>;
-      return Kokkos::View<typename View::value_type****, Kokkos::LayoutRight, Memory,
-                          Kokkos::MemoryTraits<Kokkos::Unmanaged>>(x.data(), x.extent(0),
-                                                                   x.extent(1), 1, x.extent(2));
-    };
-    LinAttn::forward<T>(m_exec, V{},
-                        {.q = row(q), .k = row(k), .v = row(v), .state = state().as_const()},
-                        {.o = row(o), .state = state()}, m_workspace, Options{.causal = true});
-  }
-#endif
 
  private:
   State<Exec, T> state() const {

@@ -55,10 +55,8 @@ template <class Body>
 void for_each_type(const Body& body) {
   body(std::type_identity<float>{});
   body(std::type_identity<double>{});
-#if defined(LINATTN_GPU_CHECK_16_BIT)
   body(std::type_identity<float16>{});
   body(std::type_identity<bfloat16>{});
-#endif
 }
 
 /// Unit roundoff of storage where it is coarser than that of the sums, else 0.
@@ -88,48 +86,49 @@ struct Spec {
 };
 
 std::vector<Spec> specs() {
-  std::vector<Spec> list {
-    {"causal", {2, 4, 4, 67, 67, 24, 40}, {.causal = true}},
-        {"causal, grouped, Nq < Nk", {1, 4, 2, 50, 131, 64, 33}, {.causal = true}},
-        {"full, one key/value head", {2, 3, 1, 45, 83, 33, 65}, {.causal = false}},
-        {"causal, plain rows",
-         {1, 2, 2, 70, 70, 16, 24},
-         {.causal = true, .normalise = false, .scale = 0.25}},
-        {"full, plain rows",
-         {1, 2, 1, 35, 70, 16, 24},
-         {.causal = false, .normalise = false, .scale = -0.5}},
-        {"causal, segments", {1, 1, 1, 301, 301, 20, 16}, {.causal = true, .segments = 4}},
-        {"full, segments", {1, 1, 1, 150, 301, 20, 16}, {.causal = false, .segments = 3}},
-        {"causal, D = Dv = 128", {1, 2, 2, 90, 90, 128, 128}, {.causal = true}},
-        {"causal, one head", {1, 1, 1, 130, 130, 96, 112}, {.causal = true}},
-        {"full, one head", {1, 1, 1, 90, 130, 40, 72}, {.causal = false}},
-        {"one token", {3, 2, 1, 1, 1, 12, 20}, {.causal = true}},
-        {"causal, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = true}, true},
-        {"full, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = false}, true},
-        {"causal, packed", {1, 2, 1, 0, 0, 24, 36}, {.causal = true}, false,
-         {17, 0, 40, 1},   {33, 5, 40, 2}},
-        {"full, packed", {1, 2, 1, 0, 0, 24, 36}, {.causal = false}, false, {17, 3, 40},
-         {33, 0, 21}},
-        {"causal, states", {2, 4, 2, 70, 70, 24, 40}, {.causal = true}, false, {}, {}, true},
-        {"full, states", {2, 4, 2, 40, 70, 24, 40}, {.causal = false}, false, {}, {}, true},
-        {"causal, states, segments",
-         {1, 2, 1, 260, 260, 16, 24},
-         {.causal = true, .segments = 3},
-         false,
-         {},
-         {},
-         true},
-#if defined(LINATTN_GPU_CHECK_STEP)
-        {"decoding", {3, 4, 2, 1, 1, 40, 72}, {.causal = true}, false, {}, {}, true, true},
-        {"decoding, D = Dv = 128",
-         {2, 2, 2, 1, 1, 128, 128},
-         {.causal = true},
-         false,
-         {},
-         {},
-         true,
-         true},
-#endif
+  std::vector<Spec> list{
+      {"causal", {2, 4, 4, 67, 67, 24, 40}, {.causal = true}},
+      {"causal, grouped, Nq < Nk", {1, 4, 2, 50, 131, 64, 33}, {.causal = true}},
+      {"full, one key/value head", {2, 3, 1, 45, 83, 33, 65}, {.causal = false}},
+      {"causal, plain rows",
+       {1, 2, 2, 70, 70, 16, 24},
+       {.causal = true, .normalise = false, .scale = 0.25}},
+      {"full, plain rows",
+       {1, 2, 1, 35, 70, 16, 24},
+       {.causal = false, .normalise = false, .scale = -0.5}},
+      {"causal, segments", {1, 1, 1, 301, 301, 20, 16}, {.causal = true, .segments = 4}},
+      {"full, segments", {1, 1, 1, 150, 301, 20, 16}, {.causal = false, .segments = 3}},
+      {"causal, D = Dv = 128", {1, 2, 2, 90, 90, 128, 128}, {.causal = true}},
+      {"causal, one head", {1, 1, 1, 130, 130, 96, 112}, {.causal = true}},
+      {"full, one head", {1, 1, 1, 90, 130, 40, 72}, {.causal = false}},
+      {"one token", {3, 2, 1, 1, 1, 12, 20}, {.causal = true}},
+      {"causal, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = true}, true},
+      {"full, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = false}, true},
+      {"causal, packed",
+       {1, 2, 1, 0, 0, 24, 36},
+       {.causal = true},
+       false,
+       {17, 0, 40, 1},
+       {33, 5, 40, 2}},
+      {"full, packed", {1, 2, 1, 0, 0, 24, 36}, {.causal = false}, false, {17, 3, 40}, {33, 0, 21}},
+      {"causal, states", {2, 4, 2, 70, 70, 24, 40}, {.causal = true}, false, {}, {}, true},
+      {"full, states", {2, 4, 2, 40, 70, 24, 40}, {.causal = false}, false, {}, {}, true},
+      {"causal, states, segments",
+       {1, 2, 1, 260, 260, 16, 24},
+       {.causal = true, .segments = 3},
+       false,
+       {},
+       {},
+       true},
+      {"decoding", {3, 4, 2, 1, 1, 40, 72}, {.causal = true}, false, {}, {}, true, true},
+      {"decoding, D = Dv = 128",
+       {2, 2, 2, 1, 1, 128, 128},
+       {.causal = true},
+       false,
+       {},
+       {},
+       true,
+       true},
   };
   for (Spec& spec : list) {
     if (spec.packed_q.empty()) continue;
@@ -345,7 +344,6 @@ Outcome attend(const Spec& spec, const Data& data) {
   return result;
 }
 
-#if defined(LINATTN_GPU_CHECK_STEP)
 /// Two tokens one after the other: the first from a given state to another, the second in place.
 template <class T, class V, class Space>
 Outcome decode(const Spec& spec, const Data& data) {
@@ -384,7 +382,6 @@ Outcome decode(const Spec& spec, const Data& data) {
   if (ScaledFeatureMap<key_map_t<V>>) result["shift"] = last_shift.get();
   return result;
 }
-#endif
 
 // ---- comparison ---------------------------------------------------------------------------------
 
@@ -487,9 +484,7 @@ void compare_by_scale(const Outcome& device, const Outcome& host, Worst& worst) 
 
 template <class T, class V, class Space>
 Outcome run_on(const Spec& spec, const Data& data) {
-#if defined(LINATTN_GPU_CHECK_STEP)
   if (spec.decoding) return decode<T, V, Space>(spec, data);
-#endif
   return attend<T, V, Space>(spec, data);
 }
 
