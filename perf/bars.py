@@ -321,7 +321,12 @@ def bars_markdown(files, lines):
 
 def short_number(value):
     """In millions, with two digits that mean something."""
-    return f"{value / 1e6:.2g} M" if value < 1e7 else f"{value / 1e6:.0f} M"
+    millions = value / 1e6
+    return f"{millions:.0f} M" if millions >= 10 else f"{millions:.1f} M" if millions >= 1 else f"{millions:.2f} M"
+
+
+def short_time(seconds):
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def results_markdown(file, scalar="f32", variants=None):
@@ -361,7 +366,7 @@ def step_markdown(files):
         cells = [name.removeprefix("step/step/")]
         for file in files:
             row = file.rows.get(name)
-            cells.append(f"{row.seconds * 1e6:.3g} us, {row['GB/s']:.1f} GB/s" if row else "-")
+            cells.append(f"{short_time(row.seconds)}, {row['GB/s']:.1f} GB/s" if row else "-")
         lines.append(cells)
     return markdown_table(["one token for every head", *(column_name(file) for file in files)], lines) if lines else ""
 
@@ -433,7 +438,7 @@ def write_docs(root, hosts, host, step_files, gpu_files, gpu):
             if file.of("main", type=scalar):
                 parts.append(f"{TYPE_NAMES[scalar]}, {column_name(file)}, causal:\n\n{results_markdown(file, scalar)}")
     if step_files and (table := step_markdown(step_files)):
-        parts.append(f"Decoding, fp32:\n\n{table}")
+        parts.append(f"Decoding:\n\n{table}")
     put(page, "results", "\n\n".join(parts))
     fastest = hosts[-1]
     put(

@@ -128,7 +128,7 @@ class Bars(ScriptTest):
         self.assertIn(
             "Some CPU, 512-bit vectors, GCC 12.2.0, Kokkos 3.4.1 (OpenMP), 1 thread, 2026-01-02", readme.read_text()
         )
-        self.assertIn("| relu | 1, 8, 4096, 64 | 1 M | 0.61 |", readme.read_text())
+        self.assertIn("| relu | 1, 8, 4096, 64 | 1.0 M | 0.61 |", readme.read_text())
         readme.write_text("no marks\n")
         status, _, err = self.run_main(bars, file, "--write-docs", "--root", self.folder)
         self.assertEqual(status, 2)

@@ -68,6 +68,8 @@ class Compare(ScriptTest):
     def test_unsteady_probes_are_noted(self):
         a = self.file("a.json", [*probes(end=80), timed(NAME, 2, 0.5)])
         self.assertIn("fma_f32 drifted by 20%", self.run_main(compare, a, a)[1])
+        smoke = self.file("smoke.json", [*probes(), timed(NAME, 2, 0.5)], seconds_a_row="0")
+        self.assertIn("smoke test", self.run_main(compare, smoke, smoke)[1])
         b = self.file("b.json", [*probes(scaling=0.5), timed(NAME, 2, 0.5)])
         self.assertIn("0.50 of what one thread promises", self.run_main(compare, b, b)[1])
 
