@@ -49,7 +49,7 @@ def series(files, group, key):
                 if len({v[position] for v in variants}) > 1:
                     words.append(value)
             if group == "step":
-                words[0] = f"{row.extents['B']} sequences"
+                words[0] = "1 sequence" if row.extents["B"] == 1 else f"{row.extents['B']} sequences"
             found.setdefault(", ".join(filter(None, [*words, tag(file, files)])), []).append(row)
     return {label: sorted(rows, key=key) for label, rows in found.items()}
 
