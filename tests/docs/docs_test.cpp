@@ -334,7 +334,7 @@ TEST(Documents, ScriptsHaveTheOptionsThatAreShown) {
     for (std::string command : document.commands()) {
       command = command.substr(0, command.find('#'));
       std::smatch match;
-      if (!std::regex_search(command, match, std::regex("(?:^|\\s)(scripts/[a-z]+)(.*)"))) continue;
+      if (!std::regex_search(command, match, std::regex("(?:^|\\s)(scripts/[a-z-]+)(.*)"))) continue;
       ++seen;
       const fs::path script = source_dir / match[1].str();
       ASSERT_TRUE(fs::exists(script)) << command;

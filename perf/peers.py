@@ -1,0 +1,318 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: BSD-3-Clause
+"""Times the same shapes in PyTorch: causal linear attention with elu + 1, as people write it, and exact softmax.
+
+    perf/peers.py [-o OUT.json] [--threads N] [--seconds S] [--methods LIST] [--device cpu|cuda] [--quick]
+                  [--against FILE.json]
+
+    quadratic   tril(phi(q) phi(k)^T) v by the matrix of weights
+    chunked     matrix products in chunks of 64, states by a cumulative sum over chunks
+    cumsum      the cumulative sum of all outer products, one state a token
+    softmax     scaled_dot_product_attention, exact softmax attention
+
+Backward is that of autograd, timed together with forward. Every case runs in a process of its own, with its peak of
+memory beside the inputs; cases that would need more than --memory (4G) are left out. --against compares with results
+of perf/attention. Exit status 2 if PyTorch is not installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import results
+
+METHODS = ("quadratic", "chunked", "cumsum", "softmax")
+PASSES = ("forward", "forward_backward")
+CHUNK = 64
+
+
+# ---- one case, in a process of its own -------------------------------------------------------------------------------
+
+
+def attention(method):
+    """The function (q, k, v) -> o of a method; tensors are (B, H, N, D)."""
+    import torch
+    import torch.nn.functional as F
+
+    def features(q, k, v):
+        # the denominator is one more column of values
+        return F.elu(q) + 1, F.elu(k) + 1, torch.cat([v, torch.ones_like(v[..., :1])], -1)
+
+    def divide(n):
+        return n[..., :-1] / n[..., -1:]
+
+    def quadratic(q, k, v):
+        q, k, v = features(q, k, v)
+        return divide((q @ k.mT).tril() @ v)
+
+    def cumsum(q, k, v):
+        q, k, v = features(q, k, v)
+        states = (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(-3)
+        return divide((q.unsqueeze(-2) @ states).squeeze(-2))
+
+    def chunked(q, k, v):
+        q, k, v = features(q, k, v)
+        n = q.shape[-2]
+        pad = -n % CHUNK
+        q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(-2, (-1, CHUNK)) for x in (q, k, v))
+        own = k.mT @ v
+        before = own.cumsum(-3) - own
+        out = q @ before + (q @ k.mT).tril() @ v
+        return divide(out.flatten(-3, -2)[..., :n, :])
+
+    def softmax(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return {"quadratic": quadratic, "cumsum": cumsum, "chunked": chunked, "softmax": softmax}[method]
+
+
+def process_bytes(field):
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith(field + ":"))
+    except (OSError, StopIteration):
+        return -1
+
+
+def peak_bytes(run, device):
+    """Growth of memory during run(), at its peak; -1 where unknown."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # forget the peak so far
+    except OSError:
+        return -1
+    before = process_bytes("VmRSS")
+    run()
+    return process_bytes("VmHWM") - before
+
+
+def measure(case):
+    """Seconds (median), samples, spread and peak bytes of one case."""
+    import torch
+
+    torch.set_num_threads(case["threads"])
+    torch.manual_seed(1)
+    dtype = {"f32": torch.float32, "f64": torch.float64}[case["type"]]
+    shape = [case[key] for key in ("B", "H", "N", "D")]
+    inputs = [torch.rand(shape, dtype=dtype, device=case["device"]) * 2 - 1 for _ in range(3)]
+    cotangent = torch.rand(shape, dtype=dtype, device=case["device"]) * 2 - 1
+    forward = attention(case["method"])
+
+    def wait():
+        if case["device"] == "cuda":
+            torch.cuda.synchronize()
+
+    def run():
+        if case["pass"] == "forward":
+            with torch.no_grad():
+                forward(*inputs)
+        else:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            forward(*leaves).backward(cotangent)
+        wait()
+
+    peak = peak_bytes(run, case["device"])
+    run()
+    times = []
+    begin = time.perf_counter()
+    while True:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+        passed = time.perf_counter() - begin
+        if passed > case["seconds"] and (len(times) >= 7 or passed > 3 * case["seconds"]):
+            break
+    quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+    median = statistics.median(times)
+    return {
+        "seconds": median,
+        "best_s": min(times),
+        "spread": (quartiles[2] - quartiles[0]) / median,
+        "samples": len(times),
+        "peak_bytes": peak,
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if case["device"] == "cuda" else "",
+    }
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def estimated_bytes(case):
+    """Of the largest tensors that autograd keeps, roughly."""
+    element = {"f32": 4, "f64": 8}[case["type"]]
+    rows = case["B"] * case["H"] * case["N"]
+    largest = {
+        "quadratic": rows * case["N"],
+        "cumsum": rows * case["D"] * (case["D"] + 1),
+        "chunked": rows * case["D"] * (2 + case["D"] // CHUNK),
+        "softmax": rows * case["D"] * 4,
+    }[case["method"]]
+    return element * largest * (2 if case["pass"] == "forward" else 4)
+
+
+def size(text):
+    """'4G' in bytes."""
+    units = {"M": 2**20, "G": 2**30}
+    try:
+        return int(float(text[:-1]) * units[text[-1]]) if text[-1] in units else int(text)
+    except (ValueError, IndexError):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 4G") from None
+
+
+def shapes(quick):
+    """(group, B, H, N, D), as in perf/attention and perf/sweeps."""
+    yield "main", 1, 8, 4096, 64
+    if quick:
+        return
+    yield "main", 1, 8, 2048, 128
+    for power in range(6, 18):
+        yield "n_sweep", 1, 2, 2**power, 64
+
+
+def run_case(case):
+    environment = dict(os.environ, OMP_NUM_THREADS=str(case["threads"]), MKL_NUM_THREADS=str(case["threads"]))
+    done = subprocess.run(
+        [sys.executable, os.path.abspath(__file__), "--case", json.dumps(case)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
+        return None, last
+    return json.loads(done.stdout.splitlines()[-1]), ""
+
+
+def processor():
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(": ", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "unknown"
+
+
+def ours(against):
+    """Seconds of LinAttn's elu by (extents, pass), from a file of results."""
+    found = {}
+    for group in ("main", "n_sweep"):
+        for row in against.of(group, variant="elu", type="f32", mask="causal"):
+            found[tuple(row.parts[5:]), row.passes] = row.seconds
+    for (extents, passes), seconds in list(found.items()):
+        if passes == "backward" and (extents, "forward") in found:
+            found[extents, "forward_backward"] = seconds + found[extents, "forward"]
+    return found
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description="Times the same shapes in PyTorch.")
+    parser.add_argument("-o", "--output", metavar="OUT.json")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    )
+    parser.add_argument("--seconds", type=float, default=0.5, help="about so long for a row")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--memory", type=size, default="4G", help="leave out what would need more")
+    parser.add_argument("--quick", action="store_true", help="one shape")
+    parser.add_argument(
+        "--against", metavar="FILE.json", help="results of perf/attention or perf/sweeps to compare with"
+    )
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("torch") is None:
+        print("peers: PyTorch is not installed for this python3 (the package is 'torch')", file=sys.stderr)
+        return 2
+    if options.case:
+        print(json.dumps(measure(json.loads(options.case))))
+        return 0
+    methods = options.methods.split(",")
+    if unknown := [method for method in methods if method not in METHODS]:
+        print(f"peers: no method '{unknown[0]}'; there are {', '.join(METHODS)}", file=sys.stderr)
+        return 2
+    try:
+        known = ours(results.load(options.against)) if options.against else {}
+    except results.UnusableFile as error:
+        print(f"peers: {error}", file=sys.stderr)
+        return 2
+
+    rows, version, gpu = [], "", ""
+    print(f"{'':44}{'time, ms':>12}{'peak, MiB':>11}" + ("   over LinAttn's time" if known else ""))
+    for group, batch, heads, n, d in shapes(options.quick):
+        extents = (f"B{batch}", f"H{heads}", f"N{n}", f"D{d}", f"Dv{d}")
+        for passes in PASSES:
+            for method in methods:
+                case = {
+                    "method": method,
+                    "pass": passes,
+                    "type": "f32",
+                    "B": batch,
+                    "H": heads,
+                    "N": n,
+                    "D": d,
+                    "threads": options.threads,
+                    "seconds": options.seconds,
+                    "device": options.device,
+                }
+                title = f"{method:10} {passes:17} {'/'.join(extents[1:4])}"
+                if estimated_bytes(case) > options.memory:
+                    print(f"{title:44}{'left out: too much memory':>23}")
+                    continue
+                found, why = run_case(case)
+                if found is None:
+                    print(f"{title:44}  failed: {why}")
+                    continue
+                version, gpu = found.pop("torch"), found.pop("gpu")
+                seconds = found.pop("seconds")
+                ratio = known.get((extents, passes))
+                print(
+                    f"{title:44}{seconds * 1e3:12.3f}{found['peak_bytes'] / 2**20:11.1f}"
+                    + (f"{seconds / ratio:10.1f}" if ratio else ""),
+                    flush=True,
+                )
+                variant = method if method == "softmax" else f"elu_{method}"
+                rows.append(
+                    {
+                        "name": "/".join((group, passes, variant, "f32", "causal") + extents),
+                        "run_type": "iteration",
+                        "time_unit": "ms",
+                        "real_time": seconds * 1e3,
+                        "tokens/s": batch * heads * n / seconds,
+                        **found,
+                    }
+                )
+    context = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "library": f"PyTorch {version}",
+        "threads": str(options.threads),
+        "cpu": processor(),
+    }
+    if gpu:
+        context["device"] = gpu
+    if options.output:
+        try:
+            with open(options.output, "w", encoding="utf-8") as file:
+                json.dump({"context": context, "benchmarks": rows}, file, indent=1)
+        except OSError as error:
+            print(f"peers: {options.output}: {error.strerror}", file=sys.stderr)
+            return 2
+    return 0 if rows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
