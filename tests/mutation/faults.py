@@ -46,7 +46,7 @@ FAULTS = [
     ("the exponential drops its low part", MAPS, "const T f = fused_multiply_add(x, low, fused_multiply_add(x, high, -n));\n    return exp2_fraction(f) * power_of_two<T>(static_cast<int>(n) - shift);", "const T f = fused_multiply_add(x, high, -n);\n    return exp2_fraction(f) * power_of_two<T>(static_cast<int>(n) - shift);"),
     ("a large denominator loses its second factor", WALKER, "{ return x * first * second; }", "{ return x * first; }"),
     # one token
-    ("a step does not bring the old sums to the new shift", STEP, "old[j * old_element] * carry", "old[j * old_element]"),
-    ("a step answers before its key is in", STEP, "numerators[std::int64_t(g) * dv + j] += query[std::int64_t(g) * count] * s;", "numerators[std::int64_t(g) * dv + j] += query[std::int64_t(g) * count] * (s - key * value[j]);"),
+    ("a step does not bring the old sums to the new shift", STEP, "has_old ? old[j * old_element] * carry : A(0)", "has_old ? old[j * old_element] : A(0)"),
+    ("a step answers before its key is in", STEP, "numerators[j] += query * s;", "numerators[j] += query * before;"),
     ("a step forgets the scale", STEP, "rows.row_scale[g] = args.scale;", "rows.row_scale[g] = A(1);"),
 ]

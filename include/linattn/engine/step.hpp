@@ -220,17 +220,26 @@ struct StepKernel {
     const auto nothing = [](int) { return [](int) {}; };
     const auto walk = [&](auto element, auto old_element) {
       for_each_down(team, count, width, all, [=, this](int d) {
-        const A* old = args.before.present ? args.before.values.row(b, kv_head, d) + first * old_element : nullptr;
+        const bool has_old = args.before.present;
         A* to = args.after.values.row(b, kv_head, d) + first * element;
-        const A carry = scaled ? rows.carry[d] : A(1);
-        const A key = rows.key_features[d];
-        const A* query = rows.query_features + d;
+        const A* old = has_old ? args.before.values.row(b, kv_head, d) + first * old_element : value;
+        const A carry = !has_old ? A(0) : scaled ? rows.carry[d] : A(1);
+        const A key = rows.key_features[d], query = rows.query_features[d];
         return [=](int j) {
-          const A s = (old ? old[j * old_element] * carry : A(0)) + key * value[j];
+          const A before = has_old ? old[j * old_element] * carry : A(0);
+          const A s = before + key * value[j];
           to[j * element] = s;
-          for (int g = 0; g < group; ++g) numerators[std::int64_t(g) * dv + j] += query[std::int64_t(g) * count] * s;
+          numerators[j] += query * s;
         };
       }, nothing);
+      for (int g = 1; g < group; ++g) {  // the other queries of the head read what has just been written
+        for_each_down(team, count, width, all, [=, this](int d) {
+          const A* s = args.after.values.row(b, kv_head, d) + first * element;
+          const A query = rows.query_features[std::int64_t(g) * count + d];
+          A* n = numerators + std::int64_t(g) * dv;
+          return [=](int j) { n[j] += query * s[j * element]; };
+        }, nothing);
+      }
     };
     if (Team::on_host && to_element == 1 && from_element == 1)
       walk(Constant<1>{}, Constant<1>{});
