@@ -8,7 +8,8 @@
 
 int main(int argc, char** argv) {
   const Kokkos::ScopeGuard guard(argc, argv);
-  const Kokkos::DefaultHostExecutionSpace exec;
+  using Exec = Kokkos::DefaultHostExecutionSpace;
+  const Exec exec;
   using Memory = Kokkos::HostSpace;
   using Tensor = Kokkos::View<float****, Kokkos::LayoutRight, Memory>;
   using Sums = Kokkos::View<float***, Kokkos::LayoutRight, Memory>;
@@ -24,7 +25,7 @@ int main(int argc, char** argv) {
   // the prompt: outputs, and the state after its last key
   const Tensor S("S", 1, heads, d, d);
   const Sums z("z", 1, heads, d);
-  const LinAttn::State<decltype(exec), float> state{.S = S, .z = z};
+  const LinAttn::State<Exec, float> state{.S = S, .z = z};
   const auto rows = [](const Tensor& x, int begin, int end) {
     return Kokkos::subview(x, Kokkos::ALL, Kokkos::ALL, std::pair(begin, end), Kokkos::ALL);
   };

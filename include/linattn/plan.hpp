@@ -31,10 +31,10 @@ struct MachineTraits {
 /// A sequence is cut into chunks of `chunk` tokens, and its chunks into `segments` contiguous runs. One
 /// worker (a team) walks the chunks of a segment with the state in fast memory. With one segment nothing
 /// but the result leaves the worker; with more, states of segments are formed first and combined by a
-/// scan. With fewer heads than workers, or where a state does not fit into fast memory, the state is shared
-/// out in `tiles` windows of its columns or features, which are independent; segments come after that.
-/// Results do not depend on `workers`, `team_size` or `tiles`; they depend on `chunk` and `segments` in the
-/// last bits.
+/// scan. The state can also be shared out in `tiles` windows of its columns or features, which are
+/// independent: where it does not fit into fast memory, or with fewer heads than workers, whichever of windows
+/// and segments costs less. Results do not depend on `workers`, `team_size` or (but for gradients of
+/// parameters) `tiles`; they depend on `chunk` and `segments` in the last bits.
 struct Plan {
   int chunk = 0;                  ///< tokens whose products are formed together
   int segments = 1;               ///< pieces of every sequence that are worked on at once

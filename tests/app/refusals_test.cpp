@@ -232,8 +232,11 @@ TEST_F(Refusals, MoreThanTheReferenceCanDo) {
 
 TEST_F(Refusals, MoreThanTheMemory) {
   EXPECT_TRUE(
-      complained(run({"generate", file("out.h5"), "--nq", "1000000000000", "--d", "1000000"}), 2,
+      complained(run({"generate", file("out.h5"), "--nq", "1000000000000", "--d", "1000"}), 2,
                  {"bytes", "Nq=1000000000000"}));
+  EXPECT_TRUE(
+      complained(run({"generate", file("out.h5"), "--nq", "1000000000000", "--d", "1000000"}), 2,
+                 {"no memory", "Nq=1000000000000"}));
   EXPECT_TRUE(complained(
       run({"generate", file("out.h5"), "--heads", "4", "--kv-heads", "3", "--nq", "2", "--d", "2"}),
       2, {"3 key/value heads", "4 query heads"}));

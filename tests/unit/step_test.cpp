@@ -196,7 +196,9 @@ class Step : public ::testing::Test {
     }
     EXPECT_LE(difference(decoder.before.S.get(), pass.last.S.get()), allowed);
     EXPECT_LE(difference(decoder.before.z.get(), pass.last.z.get()), allowed);
-    if (is_scaled<V>) EXPECT_EQ(decoder.before.shift.get(), pass.last.shift.get());
+    if (is_scaled<V>) {
+      EXPECT_EQ(decoder.before.shift.get(), pass.last.shift.get());
+    }
   }
 
   using A = accumulator_t<T>;
@@ -261,7 +263,7 @@ TYPED_TEST(StepRefusals, NameExpectedAndFound) {
   using Exec = typename TypeParam::ExecSpace;
   using Memory = typename Exec::memory_space;
   const auto tensor = [](const char* name, std::int64_t heads, std::int64_t columns) {
-    return Kokkos::View<float***, Kokkos::LayoutRight, Memory>(name, 2, heads, columns);
+    return Kokkos::View<float***, Kokkos::LayoutRight, Memory>(std::string(name), 2, heads, columns);
   };
   const auto q = tensor("q", 4, 3), k = tensor("k", 2, 3), v = tensor("v", 2, 5), o = tensor("o", 4, 5);
   const Kokkos::View<float****, Kokkos::LayoutRight, Memory> S("S", 2, 2, 3, 5);

@@ -135,7 +135,7 @@ struct CallerState {
 /// The part of a state that one worker keeps: all of it, or a window of its columns (`of_values`, each
 /// worker then answers for these columns of o or dV) or of its features (of dQ or dK). Windows depend on
 /// each other in nothing but the small products Q K^T or G V^T, which each of them forms again, so their
-/// number changes no bit of a result.
+/// number changes no bit of a result, except that gradients of parameters are sums over windows.
 struct Window {
   int features = 0;  // largest width of a window
   int values = 0;
@@ -184,6 +184,7 @@ struct Arguments {
   std::int64_t sequences = 0, heads = 0, kv_heads = 0, group = 0, nq = 0, nk = 0;
   int d = 0, dv = 0, features = 0;
   bool causal = false, normalise = true, allow_tf32 = false;
+  bool host = true;  // workers are threads of the host
   A scale = A(1);
 
   Plan plan{};
@@ -261,6 +262,7 @@ struct Tiles {
   A *values = nullptr, *values_t = nullptr;  // (C, Dv) and its transpose
   A *queries = nullptr;                      // (C, R)
   A *cotangents = nullptr;                   // (C, Dv): G, cotangent of the numerator
+  A *outputs = nullptr;                      // (C, Dv): rows of o, on the host
   A *weights = nullptr;                      // (C, C): P_ij = phi_q(i) . phi_k(j)
   A *weight_cotangents = nullptr;            // (C, C): E_ij = dL / dP_ij
   A *out = nullptr;                          // numerators, or gradients of features
@@ -310,7 +312,10 @@ struct Tiles {
       row_scale = arena.take<A>(c);
       row_terms = arena.take<A>(c);
     }
-    if (has_queries && walk != Walk::output) cotangents = arena.take<A>(std::int64_t(c) * ldv);
+    if (has_queries && walk != Walk::output) {
+      cotangents = arena.take<A>(std::int64_t(c) * ldv);
+      if (args.host) outputs = arena.take<A>(std::int64_t(c) * ldv);
+    }
     if (walk == Walk::output || walk == Walk::key_gradient)
       weights = arena.take<A>(std::int64_t(c) * ldc);
     if (gradient) {

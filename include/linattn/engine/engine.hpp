@@ -259,6 +259,7 @@ class Call {
     m_args.normalise = options.normalise.value_or(V::normalise_by_default);
     m_args.scale = finite_scale<A>(options.scale);
     m_args.allow_tf32 = options.allow_tf32;
+    m_args.host = is_host_space_v<ExecSpace>;
     m_args.q.storage = storage;
     PlanRequest request;
     request.pass = pass;

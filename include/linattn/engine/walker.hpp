@@ -356,8 +356,8 @@ class Walker {
         return (rows + register_rows - 1) / register_rows * ((columns + width - 1) / width);
       };
       const int products = m_walk == Walk::key_gradient ? 3 : 1;
-      m_team.lines_at_once =
-          m_team.ahead.lines() / (tiles(state_rows(), state_columns()) + products * tiles(keys.rows, state_columns())) + 1;
+      const int all = tiles(state_rows(), state_columns()) + products * tiles(keys.rows, state_columns());
+      m_team.lines_at_once = all > 0 ? m_team.ahead.lines() / all + 1 : 0;
     }
 #endif
     (void)c, (void)tokens;
@@ -1059,35 +1059,31 @@ class Walker {
     });
     m_team.barrier();
     if (!wants_row_terms()) return;
-    const Rows<A> o = fetch(m_args.o, head, begin + first, count, m_first_value, m_dv,
-                            [=](int r) { return counts(first + r); });
-    if (Team::on_host && first == 0 && in_place(m_args.o, rows.rows, m_dv)) {
-      sum_rows(m_team, rows.rows, RowSums<A>{cotangents, ld, o.data, o.row, m_dv}, row_terms);
-      for_each(m_team, count, [&](int r) { row_terms[r] = row_scale[r] == A(0) ? A(0) : -row_terms[r]; });
-    } else {
-      with_stride<Team>(o.element, [&](auto element) {
-        for_each(m_team, count, [&](int r) {
-          if (row_scale[first + r] != A(0))
-            row_terms[first + r] =
-                -strided_dot(cotangents + (first + r) * ld, o.data + r * o.row, element, m_dv);
+    Rows<A> o = fetch(m_args.o, head, begin + first, count, m_first_value, m_dv,
+                      [=](int r) { return counts(first + r); });
+    if constexpr (Team::on_host) {
+      // every row is summed in the same order, wherever it lies
+      if (first > 0 || !in_place(m_args.o, rows.rows, m_dv)) {
+        A* outputs = m_tiles.outputs;
+        with_stride<Team>(o.element, [&](auto element) {
+          for_each_in_rows(m_team, count, m_dv, [=](int r) {
+            const A* from = o.data + r * o.row;
+            A* to = outputs + (first + r) * ld;
+            return [=](int j) { to[j] = from[j * element]; };
+          });
         });
+        o = {outputs, ld, 1};
+      }
+      sum_rows(m_team, rows.rows, RowSums<A>{cotangents, ld, o.data, o.row, padded_columns<A>(m_dv)}, row_terms);
+      for_each(m_team, rows.rows, [&](int i) { row_terms[i] = counts(i) ? -row_terms[i] : A(0); });
+    } else {
+      for_each(m_team, count, [&](int r) {
+        A total = A(0);
+        for (int j = 0; j < m_dv; ++j) total += cotangents[(first + r) * ld + j] * o.data[r * o.row + j * o.element];
+        if (counts(first + r)) row_terms[first + r] = -total;
       });
     }
     m_team.barrier();
-  }
-
-  /// sum_j a_j b_j in the order of sum_rows().
-  template <class Stride>
-  KOKKOS_FUNCTION static A strided_dot(const A* a, const A* b, Stride stride, int n) {
-    constexpr int parts = vector_lanes<A>;
-    A part[parts] = {};
-    int i = 0;
-    for (; i + parts <= n; i += parts)
-      for (int p = 0; p < parts; ++p) part[p] += a[i + p] * b[(i + p) * stride];
-    for (int p = 0; i + p < n; ++p) part[p] += a[i + p] * b[(i + p) * stride];
-    for (int width = parts / 2; width > 0; width /= 2)
-      for (int p = 0; p < width; ++p) part[p] += part[p + width];
-    return part[0];
   }
 
   /// E = G V^T + e on and below the diagonal, zero above it and in rows without a query.
