@@ -277,7 +277,7 @@ struct Tiles {
   int *shift = nullptr, *new_shift = nullptr;  // (R), of all features
   int *running = nullptr;                      // (C, R) shift up to each key
   int *starts = nullptr;                       // (interval, R) shift before each chunk
-  int *row_shift = nullptr;                    // (C)
+  int *row_shift = nullptr, *row_centre = nullptr;  // (C)
 
   /// Tiles for `walk` with the window of `args`.
   template <class Args>
@@ -332,6 +332,7 @@ struct Tiles {
       new_shift = arena.take<int>(ld_shift);
       running = arena.take<int>(std::int64_t(c) * ld_shift);
       row_shift = arena.take<int>(c);
+      if (walk == Walk::query_gradient) row_centre = arena.take<int>(c);
       if (walk == Walk::query_state || walk == Walk::key_gradient)
         starts = arena.take<int>(std::int64_t(args.plan.shift_interval) * ld_shift);
     }
