@@ -28,8 +28,9 @@
 
 namespace LinAttn {
 
-/// How a pass of this problem will be cut into work.
-/// \throws InvalidArgument for extents, parameters or options that forward() would refuse
+/// How a pass of this problem will be cut into work. For Pass::step the problem has Nq = Nk = 1, and of the
+/// options normalise and scale count.
+/// \throws InvalidArgument for extents, parameters or options that the call itself would refuse
 template <class T, class ExecSpace, Variant V>
 Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
           const Options& options = {});
@@ -116,8 +117,9 @@ void backward(const ExecSpace& exec, const V& variant,
 ///     S' = S + phi(k) v^T     z' = z + phi(k)     o = S'^T phi(q) / (z' . phi(q))
 ///
 /// Time and memory traffic O(R Dv) a head, whatever the length so far; equals the next row of a causal
-/// forward() to rounding. `before` is left as it is; without it no key came before. Its gradients are those of
-/// backward() with Nq = Nk = 1 and states. Asynchronous.
+/// forward() to rounding, rows whose sum is exactly 0 included. Overwrites `after` (S, z and, for lln, shift) and
+/// `o`. `before` is left as it is; without it no key came before; it may be the memory of `after`, or else must
+/// not overlap it. Gradients are those of backward() with Nq = Nk = 1 and states. Asynchronous.
 ///
 ///     LinAttn::step<float>(exec, LinAttn::Elu{}, {.q = q, .k = k, .v = v}, before, after, o, workspace);
 ///
@@ -152,8 +154,10 @@ template <class T, class ExecSpace, Variant V>
 Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
           const Options& options) {
   if (pass == Pass::step)
-    return detail::StepCall<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, detail::step_options(options)).plan();
-  return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options).plan();
+    return detail::StepCall<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, detail::step_options(options))
+        .plan();
+  return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options)
+      .plan();
 }
 
 template <class T, class ExecSpace, Variant V>

@@ -39,8 +39,7 @@
 ///     template <class T> auto bind(std::int64_t head) const;  // the map of one head
 ///
 /// whose result has `template <class T> T parameter_derivative(T x, T f) const` (elementwise and
-/// scaled maps only; a scaled map also `double parameter_centre(int exponent) const`, parameter_derivative(x, f) / f
-/// at an x of that exponent), and `template <class ExecSpace> void validate(const char* name, std::int64_t
+/// scaled maps only), and `template <class ExecSpace> void validate(const char* name, std::int64_t
 /// heads) const` on the unbound map, called on the host before any kernel.
 
 namespace LinAttn {
@@ -243,9 +242,6 @@ struct BoundExponential {
   }
   KOKKOS_FORCEINLINE_FUNCTION T derivative(T, T f) const { return rate * f; }
   KOKKOS_FORCEINLINE_FUNCTION T parameter_derivative(T x, T f) const { return x * f; }
-  KOKKOS_FORCEINLINE_FUNCTION double parameter_centre(int exponent) const {
-    return high == T(0) ? 0.0 : exponent / static_cast<double>(high);
-  }
 };
 
 /// exp(x) for x <= 0 and not a NaN; 0 where it is below the smallest normal number.

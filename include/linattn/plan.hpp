@@ -38,7 +38,7 @@ struct MachineTraits {
 struct Plan {
   int chunk = 0;                  ///< tokens whose products are formed together
   int segments = 1;               ///< pieces of every sequence that are worked on at once
-  int tiles = 1;                  ///< windows of a state that are worked on at once
+  int tiles = 1;                  ///< windows of a state that are worked on at once, at most
   int workers = 1;                ///< teams launched at most
   int team_size = 1;              ///< threads of a team
   int shift_interval = 1;         ///< chunks between stored shifts (scaled feature maps)
@@ -48,7 +48,8 @@ struct Plan {
 
   std::string to_string() const {
     return detail::message("chunk=", chunk, " segments=", segments, " tiles=", tiles, " workers=", workers,
-                           " team_size=", team_size, " tile_bytes=", tile_bytes,
+                           " team_size=", team_size, " shift_interval=", shift_interval,
+                           compensated ? " compensated" : "", " tile_bytes=", tile_bytes,
                            tiles_in_scratch ? " (scratch)" : " (workspace)");
   }
 };
@@ -133,7 +134,7 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
   const auto chunks = [&] { return std::max<std::int64_t>(1, (tokens + plan.chunk - 1) / plan.chunk); };
 
   if (units > 0) {
-    double least = 0;
+    double least = -1;
     const int most = request.tiles ? std::min(request.tiles, widest_cut) : widest_cut;
     for (int tiles = request.tiles ? most : 1; tiles <= most; ++tiles) {
       const std::int64_t wanted = (most_workers + units * tiles - 1) / (units * tiles);
@@ -145,7 +146,7 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
         const double cost = detail::pass_cost(request.pass, units, most_workers, static_cast<double>(request.features),
                                               static_cast<double>(problem.dv), plan.chunk, tiles,
                                               static_cast<double>(s));
-        if (least == 0 || cost < least * worth_it) {
+        if (least < 0 || cost < least * worth_it) {
           least = cost;
           plan.tiles = tiles;
           plan.segments = static_cast<int>(s);
@@ -153,19 +154,26 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
       }
     }
   }
-  plan.compensated = !request.exact && chunks() > additions * plan.segments;
+  // what follows from the chunk
+  const auto complete = [&](Plan& p) {
+    const std::int64_t all = std::max<std::int64_t>(1, (tokens + p.chunk - 1) / p.chunk);
+    p.segments = static_cast<int>(std::min<std::int64_t>(p.segments, all));
+    p.shift_interval = std::max(1, shift_interval / p.chunk);
+    p.compensated = !request.exact && all > additions * p.segments;
+    p.tile_bytes = request.tile_bytes(p);
+  };
+  complete(plan);
   if (!machine.host) {
     // the longest chunk that fits into scratch memory, with as few windows as that takes
     const auto fits = [&] {
-      for (int tiles = plan.tiles; tiles <= widest_cut; tiles *= 2) {
+      const int most = request.tiles ? plan.tiles : widest_cut;
+      for (int tiles = plan.tiles; tiles <= most; ++tiles) {
         for (int chunk : device_chunks) {
-          if (request.chunk) chunk = request.chunk;
-          chunk = no_longer_than_a_sequence(chunk);
           Plan trial = plan;
-          trial.chunk = chunk;
+          trial.chunk = no_longer_than_a_sequence(request.chunk ? request.chunk : chunk);
           trial.tiles = tiles;
-          trial.shift_interval = std::max(1, shift_interval / chunk);
-          if (request.tile_bytes(trial) > machine.scratch_bytes) continue;
+          complete(trial);
+          if (trial.tile_bytes > machine.scratch_bytes) continue;
           plan = trial;
           return true;
         }
@@ -173,16 +181,13 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
       return false;
     };
     plan.tiles_in_scratch = fits();
-    plan.segments = static_cast<int>(std::min<std::int64_t>(plan.segments, chunks()));
   }
-  plan.shift_interval = std::max(1, shift_interval / plan.chunk);
-  plan.tile_bytes = request.tile_bytes(plan);
   plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * plan.segments * plan.tiles, 1, most_workers));
   return plan;
 }
 
 /// Cuts the work of one new token: heads, and windows of their states where heads are too few.
-inline Plan make_step_plan(const Problem& problem, const MachineTraits& machine, int granule) {
+inline Plan make_step_plan(const Problem& problem, std::int64_t features, const MachineTraits& machine, int granule) {
   constexpr int device_team_size = 64;
   constexpr std::int64_t worth_a_worker = 1 << 14;  // elements of a state
   Plan plan;
@@ -191,7 +196,7 @@ inline Plan make_step_plan(const Problem& problem, const MachineTraits& machine,
   const std::int64_t units = problem.sequences() * problem.kv_heads;
   const std::int64_t most_workers = std::max(1, machine.concurrency / plan.team_size);
   const std::int64_t columns = std::max<std::int64_t>(1, problem.dv / granule);
-  const std::int64_t parts = std::max<std::int64_t>(1, problem.d * problem.dv / worth_a_worker);
+  const std::int64_t parts = std::max<std::int64_t>(1, features * problem.dv / worth_a_worker);
   if (units > 0) {
     const std::int64_t wanted = (most_workers + units - 1) / units;
     plan.tiles = static_cast<int>(std::min({wanted, columns, machine.host ? parts : columns}));

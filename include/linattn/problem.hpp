@@ -62,7 +62,8 @@ struct Problem {
              static_cast<double>(columns) * 8;
     };
     if (elements(heads, nq, d) > largest || elements(heads, nq, dv) > largest || elements(kv_heads, nk, d) > largest ||
-        elements(kv_heads, nk, dv) > largest || static_cast<double>(members) * static_cast<double>(kv_heads) > largest)
+        elements(kv_heads, nk, dv) > largest ||
+        static_cast<double>(sequences()) * static_cast<double>(heads) * (1 << 20) > largest)
       throw InvalidArgument(detail::message("LinAttn: no memory can hold the tensors of ", to_string()));
     if (causal && !packed() && nq > nk)
       throw InvalidArgument(detail::message("LinAttn: causal attention needs Nq <= Nk, found Nq = ", nq,

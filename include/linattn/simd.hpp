@@ -174,7 +174,7 @@ LINATTN_ALWAYS_INLINE void transpose_stages(vector_t<T>* rows) {
   }
 }
 
-/// to[c][r] = from[r][c] for one square block as wide as a vector; both aligned.
+/// to[c][r] = from[r][c] for one square block as wide as a vector.
 template <class T>
 LINATTN_ALWAYS_INLINE void transpose_block(const T* from, std::int64_t ld_from, T* to,
                                            std::int64_t ld_to) {

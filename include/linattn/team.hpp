@@ -26,7 +26,7 @@ struct Constant {
 /// all at once would fill the buffers for outstanding loads and stall what runs.
 class RowsAhead {
  public:
-  void clear() { m_streams = m_stream = m_row = m_lines = 0; }
+  void clear() { m_streams = m_stream = m_row = m_lines = m_asked = 0; }
   /// `rows` rows of `bytes` bytes, `stride` bytes apart.
   void add(const void* first, std::int64_t stride, int rows, int bytes, bool to_write) {
     if (rows <= 0 || bytes <= 0 || m_streams == capacity) return;
@@ -34,6 +34,8 @@ class RowsAhead {
     m_lines += rows * ((bytes + line - 1) / line);
   }
   int lines() const { return m_lines; }
+  /// Lines asked for so far.
+  int asked() const { return m_asked; }
   /// Asks for about the next `count` lines, in whole rows.
   void advance(int count) {
     while (count > 0 && m_stream < m_streams) {
@@ -44,6 +46,7 @@ class RowsAhead {
       else
         for (int b = 0; b < s.bytes; b += line) prefetch<false>(row + b);
       count -= (s.bytes + line - 1) / line;
+      m_asked += (s.bytes + line - 1) / line;
       if (++m_row < s.rows) continue;
       m_row = 0;
       ++m_stream;
@@ -59,7 +62,7 @@ class RowsAhead {
     bool to_write;
   };
   Stream m_list[capacity];
-  int m_streams = 0, m_stream = 0, m_row = 0, m_lines = 0;
+  int m_streams = 0, m_stream = 0, m_row = 0, m_lines = 0, m_asked = 0;
 };
 #endif
 

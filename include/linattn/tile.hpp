@@ -366,5 +366,38 @@ KOKKOS_FUNCTION void sum_rows(const Team& team, int rows, const RowSums<T>& s, T
   });
 }
 
+/// out_r = sum_{j < n} a(r, j) b(r, j), the terms added in increasing order of j as multiply() adds them: of
+/// equal factors the two make equal sums, which then cancel exactly. Padding as in RowSums. A barrier is the
+/// caller's duty.
+template <class Team, class T>
+KOKKOS_FUNCTION void dot_rows(const Team& team, int rows, const T* a, std::int64_t lda, const T* b, std::int64_t ldb,
+                              int n, T* out) {
+#if !defined(__CUDA_ARCH__) && !defined(__HIP_DEVICE_COMPILE__)
+  if constexpr (Team::on_host) {
+    constexpr int lanes = vector_lanes<T>;
+    for (int r0 = 0; r0 < rows; r0 += lanes) {
+      vector_t<T> total = {};
+      for (int j0 = 0; j0 < n; j0 += lanes) {
+        vector_t<T> left[lanes], right[lanes];
+        for (int r = 0; r < lanes; ++r) {
+          left[r] = load(a + (r0 + r) * lda + j0);
+          right[r] = load(b + (r0 + r) * ldb + j0);
+        }
+        transpose_in_place<T>(left);
+        transpose_in_place<T>(right);
+        for (int j = 0; j < lanes; ++j) total += left[j] * right[j];
+      }
+      store(out + r0, total);
+    }
+    return;
+  }
+#endif
+  for_each(team, rows, [&](int r) {
+    T total = T(0);
+    for (int j = 0; j < n; ++j) total += a[r * lda + j] * b[r * ldb + j];
+    out[r] = total;
+  });
+}
+
 }  // namespace LINATTN_SIMD_ABI
 }  // namespace LinAttn::detail

@@ -55,10 +55,7 @@ __device__ void multiply_on_tensor_cores(const Team& team, int m, int n, const P
     float* c = target.transposed ? target.c + j0 * target.ldc + i0 : target.c + i0 * target.ldc + j0;
     const auto layout = target.transposed ? wmma::mem_col_major : wmma::mem_row_major;
     Sum sum;
-    if (target.store == Store::overwrite)
-      wmma::fill_fragment(sum, 0.0f);
-    else
-      wmma::load_matrix_sync(sum, c, static_cast<unsigned>(target.ldc), layout);
+    wmma::fill_fragment(sum, 0.0f);
     // terms begin..end of each product go through the tensor cores
     const auto whole = [&](const Product<float>& p, int& begin, int& end) {
       const int inner = p.inner / depth * depth;
@@ -80,6 +77,11 @@ __device__ void multiply_on_tensor_cores(const Team& team, int m, int n, const P
         accumulate<wmma::col_major>(sum, p.a.data + i0, static_cast<unsigned>(p.a.column), p.a.column, p.b + j0, ldb,
                                     begin, end);
     }
+    if (target.store == Store::add) {  // once, so that long sums are two-level
+      Sum old;
+      wmma::load_matrix_sync(old, c, static_cast<unsigned>(target.ldc), layout);
+      for (int e = 0; e < sum.num_elements; ++e) sum.x[e] += old.x[e];
+    }
     wmma::store_matrix_sync(c, sum, static_cast<unsigned>(target.ldc), layout);
     __syncwarp();
     for (int e = lane; e < side * side; e += warp) {
@@ -89,7 +91,8 @@ __device__ void multiply_on_tensor_cores(const Team& team, int m, int n, const P
         const Product<float>& p = products[which];
         int begin, end;
         whole(p, begin, end);
-        const int first = p.band == Band::upper ? i : 0, last = p.band == Band::lower && i + 1 < p.inner ? i + 1 : p.inner;
+        const int first = p.band == Band::upper ? i : 0;
+        const int last = p.band == Band::lower && i + 1 < p.inner ? i + 1 : p.inner;
         for (int l = first; l < last; ++l) {
           if (l >= begin && l < end) {
             l = end - 1;

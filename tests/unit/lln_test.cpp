@@ -101,37 +101,6 @@ TYPED_TEST(LlnAttention, KeyAt110InsideAChunk) {
       }
 }
 
-// The gradient of a rate multiplies rounding by the size of its query or key, unless it is taken relative to the
-// largest feature, which a factor common to all features allows.
-TYPED_TEST(LlnAttention, RatesOfLargeEntries) {
-  using T = typename TypeParam::T;
-  const auto near = [](const std::vector<double>& found, const auto& expected) {
-    const double allowed = 200 * static_cast<double>(std::numeric_limits<T>::epsilon());
-    ASSERT_EQ(found.size(), expected.size());
-    for (std::size_t h = 0; h < found.size(); ++h) {
-      const auto right = static_cast<double>(expected[h]);
-      EXPECT_LE(std::abs(found[h] - right), allowed * (1 + std::abs(right))) << "head " << h;
-    }
-  };
-  for (const bool causal : {false, true})
-    for (const std::int64_t n : {40, 1100}) {  // with and without a table of shifts
-      Options options{.causal = causal};
-      Case c = random_case<T, Lln>({1, 2, 1, n, n, 36, 40}, options);
-      c.alpha = {1, 1};
-      c.beta = {1};
-      for (std::int64_t i = 0; i < n; ++i) c.q[static_cast<std::size_t>(i * 36 + i % 36)] = 90;
-      c.k[static_cast<std::size_t>(7 * 36 + 2)] = 110;
-      const auto expected = expected_of<T, Lln>(c, options, underflow_floor<T>).gradient;
-      for (const int tiles : {1, 2}) {
-        options.tiles = tiles;
-        SCOPED_TRACE(describe(c.problem, options));
-        const auto found = attend<T, typename TypeParam::ExecSpace, Lln>(c, options);
-        near(found.alpha, expected.alpha);
-        near(found.beta, expected.beta);
-      }
-    }
-}
-
 // Keys that rise by a few bits at every token, through many cuts of a chunk, and keys that fall.
 TYPED_TEST(LlnAttention, RisingAndFallingKeys) {
   using T = typename TypeParam::T;

@@ -103,6 +103,8 @@ struct RowTensor {
   std::int64_t element_stride = 0;
 
   RowTensor() = default;
+  KOKKOS_FUNCTION RowTensor(T* data_, std::int64_t batch, std::int64_t head, std::int64_t row)
+      : data(data_), batch_stride(batch), head_stride(head), row_stride(row) {}
   template <class U, class ExecSpace>
   explicit RowTensor(const TensorRef<U, 4, ExecSpace>& t)
       : data(t.data()),
@@ -277,7 +279,7 @@ struct Tiles {
   int *shift = nullptr, *new_shift = nullptr;  // (R), of all features
   int *running = nullptr;                      // (C, R) shift up to each key
   int *starts = nullptr;                       // (interval, R) shift before each chunk
-  int *row_shift = nullptr, *row_centre = nullptr;  // (C)
+  int *row_shift = nullptr;                    // (C)
 
   /// Tiles for `walk` with the window of `args`.
   template <class Args>
@@ -332,7 +334,6 @@ struct Tiles {
       new_shift = arena.take<int>(ld_shift);
       running = arena.take<int>(std::int64_t(c) * ld_shift);
       row_shift = arena.take<int>(c);
-      if (walk == Walk::query_gradient) row_centre = arena.take<int>(c);
       if (walk == Walk::query_state || walk == Walk::key_gradient)
         starts = arena.take<int>(std::int64_t(args.plan.shift_interval) * ld_shift);
     }

@@ -334,12 +334,22 @@ class Call {
   void launch_forward() {
     if (units() == 0 || (m_args.nq == 0 && !m_args.last.present)) return;
     use_window(m_args, true);
+    const CallerState<A, int> last = m_args.last;
+    const bool in_place = last.present && m_args.initial.present && m_args.window.tiles > 1 &&
+                          (last.sums.data == m_args.initial.sums.data || last.shifts.data == m_args.initial.shifts.data);
+    if (in_place) {  // a window must not write what another has yet to read
+      m_args.last.sums = {m_final_sums, m_args.kv_heads * m_args.features, m_args.features, 1};
+      if constexpr (scaled) m_args.last.shifts = {m_final_shifts, m_args.kv_heads * m_args.features, m_args.features, 1};
+    }
     if (m_args.plan.segments > 1) {
       walk<Walk::key_state>("LinAttn::forward::key_state", false);
       scan("LinAttn::forward::scan", m_args.causal ? ScanKind::prefix : ScanKind::total, m_args.initial, 1,
            false);
     }
     walk<Walk::output>("LinAttn::forward::output", false);
+    if (in_place)
+      launch_range("LinAttn::forward::final_state", units() * m_args.features,
+                   CopyFinalSums<A, scaled>{m_args.last, last, m_args.kv_heads, m_args.features});
   }
 
   void launch_backward(const TensorRef<double, 1, ExecSpace>& query_parameter,
@@ -349,6 +359,9 @@ class Call {
       const bool wants_state = m_args.initial_gradient.present;
       const bool wants_keys = (m_args.nk > 0 && (m_args.d_k || key_parameter.present())) || wants_state;
       const bool wants_values = m_args.nk > 0 && m_args.d_v;
+      if constexpr (scaled) {
+        if (wants_keys || wants_values) find_shifts();
+      }
       if (m_args.plan.tiles == 1 && (wants_keys || wants_values)) {
         launch_key_gradients(false, wants_keys, wants_values);
       } else {
@@ -410,6 +423,10 @@ class Call {
         m_args.states.carried_shifts = arena.take<int>(tasks * m_args.features);
       }
     }
+    if (m_pass == Pass::forward && plan.tiles > 1) {
+      m_final_sums = arena.take<A>(units() * m_args.features);
+      if constexpr (scaled) m_final_shifts = arena.take<int>(units() * m_args.features);
+    }
     if constexpr (!is_host_space_v<ExecSpace>) {
       if (m_problem.packed()) m_device_offsets = arena.take<std::int64_t>(2 * (m_problem.members + 1));
     }
@@ -445,7 +462,6 @@ class Call {
     use_window(m_args, of_values);
     m_args.wants_keys = wants_keys;
     m_args.wants_values = wants_values;
-    if constexpr (scaled) find_shifts();
     if (m_args.plan.segments > 1) {
       walk<Walk::query_state>("LinAttn::backward::query_state", true);
       scan("LinAttn::backward::suffix_scan", m_args.causal ? ScanKind::suffix : ScanKind::total,
@@ -480,9 +496,9 @@ class Call {
     if (m_args.shift_entries == 0) return;
     launch_indices("LinAttn::backward::find_shifts", units() * m_args.shift_entries,
                    FindShifts<A, QueryMap, KeyMap>{m_args});
-    launch_teams("LinAttn::backward::scan_shifts", units(),
-                 ScanShifts<ExecSpace>{m_args.shift_table, m_args.initial.shifts, m_args.shift_entries,
-                                       m_args.kv_heads, m_args.features});
+    launch_range("LinAttn::backward::scan_shifts", units() * m_args.features,
+                 ScanShifts{m_args.shift_table, m_args.initial.shifts, m_args.shift_entries, m_args.kv_heads,
+                            m_args.features});
   }
 
   /// Windows of features, over which the parts of a parameter's gradient are summed.
@@ -503,11 +519,16 @@ class Call {
            kernel);
   }
 
+  template <class Kernel>
+  void launch_range(const char* label, std::int64_t count, const Kernel& kernel) {
+    launch(label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, count), kernel);
+  }
+
   /// kernel(i) for each index on the host, one team for each on a device.
   template <class Kernel>
   void launch_indices(const char* label, std::int64_t count, const Kernel& kernel) {
     if constexpr (is_host_space_v<ExecSpace>)
-      launch(label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, count), kernel);
+      launch_range(label, count, kernel);
     else
       launch_teams(label, count, kernel);
   }
@@ -516,8 +537,8 @@ class Call {
                  const double* parts, std::int64_t tokens, std::int64_t group) {
     if (!gradient.present() || gradient.extent(0) == 0) return;
     const bool nothing = units() == 0 || tokens == 0;  // an empty sum
-    Kokkos::parallel_for(
-        label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, gradient.extent(0)),
+    launch_range(
+        label, gradient.extent(0),
         SumParameterParts<ExecSpace>{parts, gradient.data(), gradient.stride(0),
                                      nothing ? 0 : m_args.sequences, m_args.kv_heads,
                                      m_args.plan.segments * parameter_tiles(), group});
@@ -526,6 +547,8 @@ class Call {
   ExecSpace m_exec;
   Problem m_problem;
   std::int64_t* m_device_offsets = nullptr;
+  A* m_final_sums = nullptr;  // of a final state in the memory of the initial one
+  int* m_final_shifts = nullptr;
   Pass m_pass;
   Args m_args;
 };

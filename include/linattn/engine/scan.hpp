@@ -174,35 +174,45 @@ struct FindShifts {
   }
 };
 
-/// Turns maxima of intervals into the maximum up to the end of each interval, the caller's initial
-/// shifts included.
-template <class ExecSpace>
+/// Turns maxima of intervals into the maximum up to the end of each interval, the caller's initial shifts
+/// included; one index for each (unit, feature).
 struct ScanShifts {
-  using Member = typename Kokkos::TeamPolicy<ExecSpace>::member_type;
   int* table;
   RowTensor<const int> initial;
   std::int64_t entries, kv_heads;
   int features;
 
-  KOKKOS_FUNCTION void operator()(const Member& team) const {
-    const std::int64_t unit = team.league_rank();
-    int* mine = table + unit * entries * features;
-    Kokkos::parallel_for(Kokkos::TeamThreadRange(team, features), [&](int d) {
-      const ShiftMaximum first{initial ? *initial.row(unit / kv_heads, unit % kv_heads, d) : no_shift};
-      Kokkos::parallel_scan(Kokkos::ThreadVectorRange(team, static_cast<int>(entries)),
-                            [&](int i, ShiftMaximum& before, bool final) {
-                              int& entry = mine[std::int64_t(i) * features + d];
-                              before += ShiftMaximum{entry};
-                              if (final) entry = (first + before).value;
-                            });
-    });
+  KOKKOS_FUNCTION void operator()(std::int64_t index) const {
+    const std::int64_t unit = index / features;
+    const int d = static_cast<int>(index % features);
+    int* mine = table + unit * entries * features + d;
+    ShiftMaximum before{initial ? *initial.row(unit / kv_heads, unit % kv_heads, d) : no_shift};
+    for (std::int64_t i = 0; i < entries; ++i) {
+      before += ShiftMaximum{mine[i * features]};
+      mine[i * features] = before.value;
+    }
   }
 };
 
-/// gradient(h) = sum over sequences and segments of the parts of head h, in that order.
+/// z and shifts of final states from one place to another; one index for each (unit, feature).
+template <class A, bool Scaled>
+struct CopyFinalSums {
+  CallerState<A, int> from, to;
+  std::int64_t kv_heads;
+  int features;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t index) const {
+    const std::int64_t unit = index / features, b = unit / kv_heads, h = unit % kv_heads;
+    const std::int64_t d = index % features;
+    *to.sums.row(b, h, d) = *from.sums.row(b, h, d);
+    if constexpr (Scaled) *to.shifts.row(b, h, d) = *from.shifts.row(b, h, d);
+  }
+};
+
+/// gradient(h) = sum over sequences, windows and segments of the parts of head h, in that order.
 template <class ExecSpace>
 struct SumParameterParts {
-  const double* parts;  // (sequence, kv_heads, segments, group)
+  const double* parts;  // (sequence, kv_heads, windows and segments, group)
   double* gradient;
   std::int64_t gradient_stride;
   std::int64_t sequences, kv_heads, segments, group;

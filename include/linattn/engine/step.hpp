@@ -286,7 +286,7 @@ class StepCall {
     m_args.d = static_cast<int>(problem.d);
     m_args.dv = static_cast<int>(problem.dv);
     m_args.features = static_cast<int>(features);
-    m_plan = make_step_plan(problem, machine_of(exec), tile_columns<A>);
+    m_plan = make_step_plan(problem, features, machine_of(exec), tile_columns<A>);
     m_args.width = static_cast<int>(window_width(problem.dv, m_plan.tiles, tile_columns<A>));
     m_args.tiles = m_args.width == 0 ? 1 : (m_args.dv + m_args.width - 1) / m_args.width;
     ArenaCursor counter;

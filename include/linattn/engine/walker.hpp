@@ -170,10 +170,7 @@ class Walker {
 
   KOKKOS_FUNCTION void walk_key_gradient() {
     enter_query_state();
-    if (m_args.wants_keys) {
-      clear_parameter_parts(m_args.key_parameter_parts, 1);
-      find_key_centre();
-    }
+    if (m_args.wants_keys) clear_parameter_parts(m_args.key_parameter_parts, 1);
     const Range range = segment_chunks(m_sequence.nk);
     if (m_args.causal) {
       for (std::int64_t c = range.last; c-- > range.first;) {
@@ -261,7 +258,7 @@ class Walker {
   /// Position in the tensors of k and v of the first row of a chunk.
   KOKKOS_FUNCTION std::int64_t key_begin(Chunk keys) const { return m_sequence.k_begin + keys.begin; }
   KOKKOS_FUNCTION bool all_visible(Chunk keys) const {
-    if (m_visible.everything()) return true;
+    if (!Team::on_host || m_visible.everything()) return Team::on_host;  // asked for rows in place only
     bool all = true;
     for (int r = 0; r < keys.rows; ++r) all = all && m_visible(keys.begin + r);
     return all;
@@ -655,28 +652,24 @@ class Walker {
   /// Without a mask one shift serves all rows: the maximum over all keys.
   KOKKOS_FUNCTION void enter_total_shift() {
     if constexpr (scaled) {
-      find_total_shift(m_tiles.new_shift);
-      rescale_state<-1>(m_tiles.new_shift);
-    }
-  }
-
-  /// The maximum over all keys; under a mask, of those before the last interval of a long sequence.
-  KOKKOS_FUNCTION void find_total_shift(int* shifts) {
-    m_team.barrier();
-    if (m_args.shift_entries > 0) {
-      const int* total = shift_table_entry(m_args.shift_entries - 1);
-      for_each(m_team, m_args.features, [&](int d) { shifts[d] = total[d]; });
       m_team.barrier();
-    } else {
-      initial_shifts(shifts);
-      m_team.barrier();
-      for (std::int64_t c = 0; c < m_args.chunks(m_sequence.nk); ++c) {
-        const Chunk keys = chunk(c, m_sequence.nk);
-        running_shifts(keys, shifts);
-        for_each(m_team, m_args.features,
-                 [&](int d) { shifts[d] = m_tiles.running[(keys.rows - 1) * m_tiles.ld_shift + d]; });
+      if (m_args.shift_entries > 0) {
+        const int* total = shift_table_entry(m_args.shift_entries - 1);
+        for_each(m_team, m_args.features, [&](int d) { m_tiles.new_shift[d] = total[d]; });
         m_team.barrier();
+      } else {
+        initial_shifts(m_tiles.new_shift);
+        m_team.barrier();
+        for (std::int64_t c = 0; c < m_args.chunks(m_sequence.nk); ++c) {
+          const Chunk keys = chunk(c, m_sequence.nk);
+          running_shifts(keys, m_tiles.new_shift);
+          for_each(m_team, m_args.features, [&](int d) {
+            m_tiles.new_shift[d] = m_tiles.running[(keys.rows - 1) * m_tiles.ld_shift + d];
+          });
+          m_team.barrier();
+        }
       }
+      rescale_state<-1>(m_tiles.new_shift);
     }
   }
 
@@ -898,18 +891,6 @@ class Walker {
           }
           row_shift[first + r] = largest;
         });
-        if (m_args.query_parameter_parts == nullptr) return;
-        int* row_centre = m_tiles.row_centre;
-        for_each(m_team, count, [=](int r) {
-          const int* seen = running ? running + (first + r) * ld_shift : shift;
-          const A* x = q.data + r * q.row;
-          int centre = 0;
-          for (int d = 0; d < features; ++d) {
-            const int e = map.exponent(x[d * element]);
-            if (e + seen[d] == row_shift[first + r]) centre = e;
-          }
-          row_centre[first + r] = centre;
-        });
       });
       m_team.barrier();
       q.data += m_first_feature * q.element;
@@ -1093,7 +1074,7 @@ class Walker {
         });
         o = {outputs, ld, 1};
       }
-      sum_rows(m_team, rows.rows, RowSums<A>{cotangents, ld, o.data, o.row, padded_columns<A>(m_dv)}, row_terms);
+      dot_rows(m_team, rows.rows, cotangents, ld, o.data, o.row, padded_columns<A>(m_dv), row_terms);
       for_each(m_team, rows.rows, [&](int i) { row_terms[i] = counts(i) ? -row_terms[i] : A(0); });
     } else {
       for_each(m_team, count, [&](int r) {
@@ -1142,7 +1123,7 @@ class Walker {
         bind_map<A>(m_args.query_map, head), m_args.q, head, begin, rows.rows - first,
         {m_queries.data + first * m_queries.ld, m_queries.ld}, m_tiles.out + first * m_tiles.ldr, m_args.d_q,
         m_args.query_parameter_parts ? m_args.query_parameter_parts + m_task * m_args.group + g : nullptr,
-        [&](int r) { return centre_of_row(head, first + r); }, [](int) { return true; });
+        [](int) { return true; });
   }
 
   /// R += Q^T G, y += Q^T e (R is kept transposed).
@@ -1229,8 +1210,7 @@ class Walker {
     if (wants_key_features() && !m_keys_direct)
       pull_back<KeyMap>(bind_map<A>(m_args.key_map, m_kv_head), m_args.k, m_kv_head, key_begin(keys), keys.rows,
                         m_keys, m_tiles.out, m_args.d_k,
-                        m_args.key_parameter_parts ? m_args.key_parameter_parts + m_task : nullptr,
-                        [&](int) { return m_key_centre; }, seen);
+                        m_args.key_parameter_parts ? m_args.key_parameter_parts + m_task : nullptr, seen);
     if (m_args.wants_values && m_args.d_v && !m_values_direct)
       put(m_tiles.value_gradients, m_tiles.ldv, m_args.d_v, m_kv_head, key_begin(keys), keys.rows, m_first_value,
           m_dv, seen);
@@ -1285,13 +1265,12 @@ class Walker {
   }
 
   /// dx = J(x)^T df for `count` rows of `t`, to `d_t` unless it is absent, zero where not visible(row); adds
-  /// the parameter's part to `part`, with derivatives taken relative to centre(row). Overwrites df.
-  template <class Map, class Bound, class Centre, class Visible>
+  /// the parameter's part to `part`. Overwrites df.
+  template <class Map, class Bound, class Visible>
   LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void pull_back(const Bound& map, const StoredTensor<A>& t,
                                                                  std::int64_t head, std::int64_t begin, int count,
                                                                  Factored f, A* df, const StoredTensor<A>& d_t,
-                                                                 double* part, const Centre& centre,
-                                                                 const Visible& visible) {
+                                                                 double* part, const Visible& visible) {
     const Rows<A> x = fetch_features<Map>(t, head, begin, count, visible);
     const int ld = m_tiles.ldr;
     if constexpr (RowFeatureMap<Map>) {
@@ -1318,13 +1297,11 @@ class Walker {
         if (part) {
           for_each(m_team, count, [&](int r) {
             constexpr int parts = 8;
-            double term[parts] = {};
-            const double c = centre(r);
-            for (int d = 0; visible(r) && d < m_features; ++d) {
-              const A feature = f.data[r * f.ld + d];
-              const double derivative = map.parameter_derivative(x.data[r * x.row + d * x.element], feature);
-              term[d % parts] += (derivative - c * static_cast<double>(feature)) * static_cast<double>(df[r * ld + d]);
-            }
+            double term[parts] = {};  // terms of both signs that may be much larger than their sum
+            for (int d = 0; visible(r) && d < m_features; ++d)
+              term[d % parts] += static_cast<double>(map.parameter_derivative(
+                                     x.data[r * x.row + d * x.element], f.data[r * f.ld + d])) *
+                                 static_cast<double>(df[r * ld + d]);
             double total = 0;
             for (int p = 0; p < parts; ++p) total += term[p];
             m_tiles.parameter_terms[r] = total;
@@ -1361,35 +1338,6 @@ class Walker {
     m_team.barrier();
   }
 
-  // A common factor of all features of a query cancels in the ratio, and so does one of all keys. So
-  // sum_d f_d df_d = 0 for each query, and the sum over all keys is 0; from a gradient sum p f df of a parameter
-  // c sum f df may then be taken without changing it. With c where the largest features are, terms stay small
-  // where p is large: an exponent of 110 would magnify the rounding of df by as much.
-
-  /// c for a query: at its largest feature.
-  KOKKOS_FUNCTION double centre_of_row(std::int64_t head, int row) const {
-    if constexpr (scaled && ParameterizedFeatureMap<QueryMap>) {
-      if (m_args.normalise) return bind_map<A>(m_args.query_map, head).parameter_centre(m_tiles.row_centre[row]);
-    }
-    (void)head, (void)row;
-    return 0;
-  }
-
-  /// c for all keys of the sequence: at the largest exponent; 0 where states take part in the ratio.
-  KOKKOS_FUNCTION void find_key_centre() {
-    if constexpr (scaled && ParameterizedFeatureMap<KeyMap>) {
-      m_key_centre = 0;
-      if (!m_args.key_parameter_parts || !m_args.normalise || m_args.initial.present || m_args.last_cotangent.present)
-        return;
-      int* shifts = m_tiles.new_shift;
-      find_total_shift(shifts);
-      int largest = no_shift;
-      for (int d = 0; d < m_args.features; ++d) largest = shifts[d] > largest ? shifts[d] : largest;
-      if (largest > no_shift / 2) m_key_centre = bind_map<A>(m_args.key_map, m_kv_head).parameter_centre(largest);
-      m_team.barrier();
-    }
-  }
-
   KOKKOS_FUNCTION void clear_parameter_parts(double* parts, std::int64_t count) {
     if (parts && m_team.rank() == 0)
       for (std::int64_t i = 0; i < count; ++i) parts[m_task * count + i] = 0.0;
@@ -1406,7 +1354,6 @@ class Walker {
   Sequence m_sequence{};
   Visibility m_visible{};
   std::int64_t m_loaded_interval = -1;
-  double m_key_centre = 0;
   Factored m_keys{}, m_values{}, m_queries{}, m_cotangents{};  // of the chunk at hand
   Target<A> m_key_target{}, m_value_target{};
   bool m_keys_direct = false, m_values_direct = false;
