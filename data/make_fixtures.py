@@ -1203,9 +1203,10 @@ def foundation_cases():
         spread=0.5,
         alpha=1.0,
         beta=1.0,
-        # d beta = sum k dk contains 110 (G.v + e), where G.v and e are about 2 and cancel: in fp32
-        # their difference is off by up to 2 * 2^-24, 110 times that is 1.3e-5, and d beta is 0.143.
-        grad_rtol_f32=1e-4,
+        # d beta = sum k dk contains 110 (G.v + e), where G.v and e are about 2 and cancel. In fp32 each is
+        # a sum over 12 queries and 3 values in one order or another, off by up to 15 * 2^-24 of 2: their
+        # difference by up to 3.6e-6, d beta by 110 times that, 2.8e-3 of its 0.143; less than half is seen.
+        grad_rtol_f32=1e-3,
     )
     case.k[0, 0, 21, 2] = 110.0
     # Only the queries whose share of that entry is small see anything else: let two of them.
