@@ -157,13 +157,14 @@ class EmulatedPass {
   }
   void sum(const TensorRef<double, 1, ExecSpace>& gradient, const double* parts,
            std::int64_t group) {
-    const LinAttn::detail::SumParameterParts<ExecSpace> kernel{parts,
-                                                               gradient.data(),
-                                                               gradient.stride(0),
-                                                               args().sequences,
-                                                               args().kv_heads,
-                                                               args().plan.segments * args().window.tiles,
-                                                               group};
+    const LinAttn::detail::SumParameterParts<ExecSpace> kernel{
+        parts,
+        gradient.data(),
+        gradient.stride(0),
+        args().sequences,
+        args().kv_heads,
+        args().plan.segments * args().window.tiles,
+        group};
     for (std::int64_t head = 0; head < gradient.extent(0); ++head) kernel(head);
   }
 

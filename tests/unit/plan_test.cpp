@@ -117,8 +117,8 @@ TEST(Plan, CompensatesLongSums) {
   EXPECT_FALSE(make_plan(extents(2, 8, 4 * last), host(2), wanted).compensated);
 }
 
-// The fewest windows, and then the longest chunk, with which tiles fit the scratch memory of a team. Where
-// none fits, tiles live in the workspace, in chunks of the full length.
+// The fewest windows, and then the longest chunk, with which tiles fit the scratch memory of a
+// team. Where none fits, tiles live in the workspace, in chunks of the full length.
 TEST(Plan, OnADevice) {
   struct Row {
     std::size_t scratch;
@@ -126,13 +126,14 @@ TEST(Plan, OnADevice) {
     int expected_chunk, expected_tiles;
     bool expected_scratch;
   };
-  const Row table[] = {{1 << 20, 0, 64, 1, true}, {65536, 0, 64, 1, true}, {65535, 0, 32, 1, true},
-                       {40936, 0, 32, 1, true},   {20000, 0, 16, 1, true}, {16383, 0, 16, 2, true},
-                       {8191, 0, 16, 4, true},    {4095, 0, 64, 1, false}, {0, 0, 64, 1, false},
-                       {65536, 8, 8, 1, true},    {65536, 128, 128, 2, true}, {0, 16, 16, 1, false}};
+  const Row table[] = {
+      {1 << 20, 0, 64, 1, true}, {65536, 0, 64, 1, true},    {65535, 0, 32, 1, true},
+      {40936, 0, 32, 1, true},   {20000, 0, 16, 1, true},    {16383, 0, 16, 2, true},
+      {8191, 0, 16, 4, true},    {4095, 0, 64, 1, false},    {0, 0, 64, 1, false},
+      {65536, 8, 8, 1, true},    {65536, 128, 128, 2, true}, {0, 16, 16, 1, false}};
   for (const Row& row : table) {
-    const Plan plan =
-        make_plan(extents(40, 80, 4096), device(2048 * 100, row.scratch), request(Pass::forward, row.chunk));
+    const Plan plan = make_plan(extents(40, 80, 4096), device(2048 * 100, row.scratch),
+                                request(Pass::forward, row.chunk));
     SCOPED_TRACE(std::to_string(row.scratch) + ": " + plan.to_string());
     EXPECT_EQ(plan.chunk, row.expected_chunk);
     EXPECT_EQ(plan.tiles, row.expected_tiles);
