@@ -313,16 +313,25 @@ TYPED_TEST(TileProducts, LowerTriangle) {
 // Rows that lie ahead are asked for each once, in any portions.
 TEST(RowsAhead, AsksForEveryLineOnce) {
   std::vector<char> memory(64 * 100);
-  for (const int portion : {1, 3, 1000}) {
+  // lines after each call: three rows of two lines and five of one, in whole rows
+  const std::vector<std::pair<int, std::vector<int>>> table = {
+      {1, {2, 4, 6, 7, 8, 9, 10, 11, 11, 11}}, {3, {4, 7, 10, 11, 11}}, {1000, {11, 11}}};
+  for (const auto& [portion, asked] : table) {
     RowsAhead ahead;
     ahead.add(memory.data(), 640, 3, 100, false);
     ahead.add(memory.data(), 64, 5, 64, true);
     ahead.add(memory.data(), 64, 0, 64, true);
     EXPECT_EQ(ahead.lines(), 3 * 2 + 5);
-    for (int n = 0; n < 20; ++n) ahead.advance(portion);
+    EXPECT_EQ(ahead.asked(), 0);
+    for (const int lines : asked) {
+      ahead.advance(portion);
+      EXPECT_EQ(ahead.asked(), lines) << "of " << portion << " at a time";
+    }
     ahead.clear();
     EXPECT_EQ(ahead.lines(), 0);
+    EXPECT_EQ(ahead.asked(), 0);
     ahead.advance(portion);
+    EXPECT_EQ(ahead.asked(), 0);
   }
 }
 
