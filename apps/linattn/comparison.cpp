@@ -43,26 +43,36 @@ std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::
 }
 
 Comparison compare(const std::string& quantity, const io::Array& expected, const io::Array& found,
-                   double tolerance, double allowed) {
+                   double tolerance, const std::vector<double>& excused) {
   if (expected.extents() != found.extents())
     throw std::logic_error("compared extents " + io::to_string(expected.extents()) + " with " +
                            io::to_string(found.extents()));
   const std::vector<double> x = expected.as<double>(), y = found.as<double>();
-  double largest = 0, scale = 0;
-  std::size_t worst = 0;
-  for (std::size_t n = 0; n < x.size(); ++n) {
-    if (std::isfinite(x[n])) scale = std::max(scale, std::abs(x[n]));
-    const double here = difference(x[n], y[n]);
-    if (here > largest) {
-      largest = here;
-      worst = n;
-    }
-  }
-  tolerance = std::max(tolerance, scale > 0 ? allowed / scale : allowed);
+  if (!excused.empty() && excused.size() != x.size())
+    throw std::logic_error(
+        detail::message("excused ", excused.size(), " of ", x.size(), " elements"));
   Comparison result{.quantity = quantity, .tolerance = tolerance, .elements = expected.size()};
   if (x.empty()) return result;
-  result.error = scale > 0 ? largest / scale : largest;
-  result.ok = result.error <= tolerance;
+  double scale = 0;
+  for (const double e : x)
+    if (std::isfinite(e)) scale = std::max(scale, std::abs(e));
+  const auto relative = [&](double absolute) { return scale > 0 ? absolute / scale : absolute; };
+  // the worst element is the one that goes furthest beyond its tolerance, or comes nearest to it
+  double most = 0;
+  std::size_t worst = 0;
+  for (std::size_t n = 0; n < x.size(); ++n) {
+    const double error = relative(difference(x[n], y[n]));
+    if (error == 0) continue;
+    const double allowed = excused.empty() ? tolerance : std::max(tolerance, relative(excused[n]));
+    const bool passes = std::isfinite(error) && error <= allowed;
+    const double share = std::isfinite(error) ? error / allowed : error;
+    result.ok = result.ok && passes;
+    if (share < most || (share == most && error <= result.error)) continue;
+    most = share;
+    worst = n;
+    result.error = error;
+    result.tolerance = allowed;
+  }
   result.worst = index_of(static_cast<std::int64_t>(worst), expected.extents());
   result.expected = x[worst];
   result.found = y[worst];
@@ -106,10 +116,11 @@ double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::Elemen
   return 0;
 }
 
-double allowed_error(Scalar scalar, const std::string& quantity, const io::Array& effects) {
-  double largest = 0;
-  for (const double effect : effects.as<double>()) largest = std::max(largest, effect);
-  return largest + least_step(scalar, quantity);
+std::vector<double> excused_errors(Scalar scalar, const std::string& quantity,
+                                   const io::Array& effects) {
+  std::vector<double> errors = effects.as<double>();
+  for (double& error : errors) error += least_step(scalar, quantity);
+  return errors;
 }
 
 std::string symbol(const std::string& quantity) {

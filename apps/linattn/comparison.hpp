@@ -9,30 +9,33 @@
 #include "execution.hpp"
 
 /// \file comparison.hpp
-/// The layout's rule for "equal": max|found - expected| / max|expected|.
+/// The layout's rule for "equal": max|found - expected| / max|expected|, but for elements whose
+/// error is excused.
 
 namespace LinAttn::app {
 
 struct Comparison {
   std::string quantity;  ///< o, S, z, or the gradient of q, k, v, a parameter, state/S, state/z
   double error = 0;      ///< relative to the largest |expected|; absolute where all expected are 0
-  double tolerance = 0;
+  double tolerance =
+      0;  ///< of the worst element: wider than that of the others if it is excused more
   bool ok = true;
   std::int64_t elements = 0;
-  std::vector<std::int64_t>
-      worst{};          ///< index of the worst element; empty for a scalar or no elements
-  double expected = 0;  ///< there
-  double found = 0;     ///< there
+  std::vector<std::int64_t> worst{};  ///< index of the element nearest to its tolerance or beyond
+                                      ///< it; empty for a scalar or no elements
+  double expected = 0;                ///< there
+  double found = 0;                   ///< there
 };
 
 /// Index of the element that is number `element` in row-major order.
 std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::int64_t>& extents);
 
 /// Compares two arrays of the same extents. A NaN or an infinity on one side that the other does
-/// not have at that element makes the error infinite. The tolerance is raised
-/// to an absolute error of `allowed`. \throws std::logic_error if the extents differ
+/// not have at that element makes the error infinite. An element whose absolute error is at most
+/// its own of `excused` passes whatever the tolerance is. \throws std::logic_error if the extents,
+/// or the number of `excused` unless there are none, differ
 Comparison compare(const std::string& quantity, const io::Array& expected, const io::Array& found,
-                   double tolerance, double allowed = 0);
+                   double tolerance, const std::vector<double>& excused = {});
 
 /// Multiplies row r of an array by 2^(shift[r] - to[r]); a row is what one exponent belongs to.
 io::Array rescaled(const io::Array& array, const io::Array& shift, const io::Array& to);
@@ -44,9 +47,10 @@ io::Array larger_shift(const io::Array& a, const io::Array& b);
 /// stores the expected values; in f32 also of the type of the found ones.
 double tolerance_for(const io::Tolerances& tolerances, Scalar scalar, io::ElementType expected);
 
-/// Error that the storage in 16 bits excuses: the largest of `effects` of the rounding of o, and
-/// the last place of the smallest numbers where the quantity itself is stored.
-double allowed_error(Scalar scalar, const std::string& quantity, const io::Array& effects);
+/// Absolute error that is excused of each element: its own of `effects`, and the last place of the
+/// smallest numbers where the quantity itself is stored in 16 bits.
+std::vector<double> excused_errors(Scalar scalar, const std::string& quantity,
+                                   const io::Array& effects);
 
 /// "o", "dq", "dalpha", "dS": heading of a quantity in tables.
 std::string symbol(const std::string& quantity);

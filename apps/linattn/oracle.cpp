@@ -115,9 +115,11 @@ RoundedReference compute_conditioned_reference(const Job& job, Scalar scalar) {
   DenseJob dense(job);
   if (job.d_o == nullptr)
     dense.cotangent.assign(static_cast<std::size_t>(result.values.o.size()), 0);
-  auto magnitudes = reference::magnitudes(job.problem, dense.settings, dense.tensors, dense.cotangent);
+  auto magnitudes =
+      reference::magnitudes(job.problem, dense.settings, dense.tensors, dense.cotangent);
   const double unit = conditioned_roundings * (scalar == Scalar::f64 ? 0x1p-53 : 0x1p-24);
-  for (auto* values : {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v, &magnitudes.alpha, &magnitudes.beta})
+  for (auto* values : {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v,
+                       &magnitudes.alpha, &magnitudes.beta})
     for (double& value : *values) value *= unit;
   result.effects = {o_of(job, magnitudes.o), {}, {}};
   if (job.d_o != nullptr) result.effects.gradients = gradients_of(job, magnitudes);

@@ -24,20 +24,21 @@ std::string reference_obstacle(const Job& job);
 /// \throws InvalidArgument if there is an obstacle
 Results compute_reference(const Job& job);
 
-/// What results are held against: the reference, and how far from it each element may be whatever the
-/// tolerance says.
+/// What results are held against: the reference, and how far from it each element may be whatever
+/// the tolerance says.
 struct RoundedReference {
   Results values;
   Results effects;
 };
 
-/// The reference for a job whose inputs are rounded to 16 bits; `effects` are those of rounding o alone,
-/// on gradients too, which are computed from o. \throws InvalidArgument if there is an obstacle
+/// The reference for a job whose inputs are rounded to 16 bits; `effects` are those of rounding o
+/// alone, on gradients too, which are computed from o. \throws InvalidArgument if there is an
+/// obstacle
 RoundedReference compute_rounded_reference(const Job& job, Scalar scalar);
 
-/// The reference for float and double; `effects` are `conditioned_roundings` roundings of the terms whose
-/// sum an element is: where they cancel, as in a gradient that is exactly 0, a relative error means nothing.
-/// \throws InvalidArgument if there is an obstacle
+/// The reference for float and double; `effects` are `conditioned_roundings` roundings of the terms
+/// whose sum an element is: where they cancel, as in a gradient that is exactly 0, a relative error
+/// means nothing. \throws InvalidArgument if there is an obstacle
 RoundedReference compute_conditioned_reference(const Job& job, Scalar scalar);
 inline constexpr double conditioned_roundings = 64;
 

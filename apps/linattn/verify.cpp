@@ -55,8 +55,11 @@ std::vector<Execution> executions(const ExecutionOptions& given, Scalar scalar) 
   if (!given.space.empty()) spaces = {space_from_name(given.space)};
   std::vector<Execution> all;
   for (const Space space : spaces)
-    all.push_back(
-        {.space = space, .scalar = scalar, .chunk = given.chunk, .segments = given.segments, .tiles = given.tiles});
+    all.push_back({.space = space,
+                   .scalar = scalar,
+                   .chunk = given.chunk,
+                   .segments = given.segments,
+                   .tiles = given.tiles});
   return all;
 }
 
@@ -101,11 +104,11 @@ class Comparer {
     const io::Array& stored = m_file.at(dataset);
     const io::Array found = in_form_of(stored, part(results));
     if (m_reference == nullptr) return add(dataset, quantity, stored, found, tolerances);
-    const double allowed =
-        allowed_error(m_execution.scalar, quantity, in_form_of(stored, part(m_reference->effects)));
+    const std::vector<double> excused = excused_errors(
+        m_execution.scalar, quantity, in_form_of(stored, part(m_reference->effects)));
     const double tolerance = tolerance_for(tolerances, m_execution.scalar, io::ElementType::f64);
     add(dataset, compare(quantity, in_form_of(stored, part(m_reference->values)), found, tolerance,
-                         allowed));
+                         excused));
   }
 
   void add(const std::string& dataset, const std::string& quantity, const io::Array& expected,
@@ -283,7 +286,8 @@ struct Tally {
   }
 
   ExitStatus status() const {
-    if (failed > 0) return ExitStatus::verification_failed;  // a wrong number outweighs an unread file
+    if (failed > 0)
+      return ExitStatus::verification_failed;  // a wrong number outweighs an unread file
     return unusable > 0 ? ExitStatus::refused : ExitStatus::done;
   }
 };

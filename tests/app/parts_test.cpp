@@ -95,12 +95,26 @@ TEST(Symbol, OutputsAndGradients) {
   EXPECT_EQ(symbol("state/z"), "dz");
 }
 
-TEST(Compare, ToleranceIsRaisedToAnAbsoluteError) {
-  const Comparison c = compare("k", array({1, -4}, {2}), array({1.5, -4}, {2}), 1e-3, 0.75);
-  EXPECT_EQ(c.tolerance, 0.75 / 4);
+TEST(Compare, ElementsAreExcusedOneByOne) {
+  const io::Array expected = array({1, -4, 2}, {3});
+  const Comparison c = compare("k", expected, array({1.5, -4, 2}, {3}), 1e-3, {0.75, 0, 0});
   EXPECT_TRUE(c.ok);
-  EXPECT_EQ(compare("k", array({1, -4}, {2}), array({1, -4}, {2}), 0.5, 0.75).tolerance, 0.5);
-  EXPECT_EQ(compare("k", array({0}, {1}), array({0}, {1}), 0.5, 0.75).tolerance, 0.75);
+  EXPECT_EQ(c.error, 0.5 / 4);
+  EXPECT_EQ(c.tolerance, 0.75 / 4);
+  EXPECT_EQ(c.worst, std::vector<std::int64_t>{0});
+
+  const Comparison other = compare("k", expected, array({1.5, -4, 2.25}, {3}), 1e-3, {0.75, 0, 0});
+  EXPECT_FALSE(other.ok) << "the excuse of one element is none for another";
+  EXPECT_EQ(other.error, 0.25 / 4);
+  EXPECT_EQ(other.tolerance, 1e-3);
+  EXPECT_EQ(other.worst, std::vector<std::int64_t>{2});
+
+  EXPECT_FALSE(compare("k", expected, array({2, -4, 2}, {3}), 1e-3, {0.75, 0, 0}).ok);
+  EXPECT_TRUE(compare("k", expected, array({2, -4, 2}, {3}), 0.25, {0.75, 0, 0}).ok);
+  EXPECT_FALSE(compare("k", expected, array({nan, -4, 2}, {3}), 1e-3, {infinity, 0, 0}).ok);
+  EXPECT_EQ(compare("k", expected, expected, 0.5, {4, 0, 0}).tolerance, 0.5);
+  EXPECT_TRUE(compare("k", array({0}, {1}), array({0.75}, {1}), 0.5, {0.75}).ok);
+  EXPECT_THROW(compare("k", expected, expected, 0.5, {1}), std::logic_error);
 }
 
 TEST(Scalars, NamesAreReadBack) {
@@ -167,12 +181,16 @@ TEST(Rounding, WhatOverflowsIsNamed) {
   EXPECT_NE(message(Scalar::f16).find("found -65520 at [0, 0, 0, 2]"), std::string::npos);
 }
 
-TEST(Rounding, ErrorsThatStorageExcuses) {
+TEST(Rounding, ErrorsThatAreExcused) {
   const io::Array effects = array({0.25, 0.5, 0}, {3});
-  EXPECT_EQ(allowed_error(Scalar::f16, "k", effects), 0.5 + 0x1p-24);
-  EXPECT_EQ(allowed_error(Scalar::bf16, "k", effects), 0.5);
-  EXPECT_EQ(allowed_error(Scalar::f16, "alpha", effects), 0.5) << "stored as double";
-  EXPECT_EQ(allowed_error(Scalar::bf16, "o", array({}, {0})), 0x1p-133);
+  using Errors = std::vector<double>;
+  EXPECT_EQ(excused_errors(Scalar::f16, "k", effects),
+            (Errors{0.25 + 0x1p-24, 0.5 + 0x1p-24, 0x1p-24}));
+  EXPECT_EQ(excused_errors(Scalar::f32, "k", effects), (Errors{0.25, 0.5, 0}));
+  EXPECT_EQ(excused_errors(Scalar::f16, "alpha", effects), (Errors{0.25, 0.5, 0}))
+      << "stored as double";
+  EXPECT_EQ(excused_errors(Scalar::bf16, "o", array({}, {0})), Errors{});
+  EXPECT_EQ(excused_errors(Scalar::bf16, "o", array({0}, {1})), Errors{0x1p-133});
 }
 
 TEST(Tolerance, NeverBelow16EpsilonOfTheStoredType) {

@@ -67,6 +67,12 @@ double storage_roundoff() {
   return 0;
 }
 
+/// Unit roundoff of the factors of products where TF32 is allowed, else 0.
+template <class T>
+double factor_roundoff(const Options& options) {
+  return options.allow_tf32 && std::is_same_v<accumulator_t<T>, float> ? 0x1p-11 : 0;
+}
+
 /// Largest rounding error of storage below the normal range.
 template <class T>
 double storage_floor() {
@@ -101,6 +107,16 @@ std::vector<Spec> specs() {
       {"causal, D = Dv = 128", {1, 2, 2, 90, 90, 128, 128}, {.causal = true}},
       {"causal, one head", {1, 1, 1, 130, 130, 96, 112}, {.causal = true}},
       {"full, one head", {1, 1, 1, 90, 130, 40, 72}, {.causal = false}},
+      {"causal, windows", {1, 2, 1, 70, 90, 40, 40}, {.causal = true, .tiles = 2}},
+      {"full, windows", {1, 2, 1, 70, 90, 40, 40}, {.causal = false, .tiles = 2}},
+      {"causal, windows, segments",
+       {1, 2, 1, 260, 260, 40, 40},
+       {.causal = true, .segments = 3, .tiles = 2}},
+      {"causal, TF32", {1, 4, 2, 90, 131, 64, 64}, {.causal = true, .allow_tf32 = true}},
+      {"full, TF32", {1, 2, 1, 90, 131, 64, 128}, {.causal = false, .allow_tf32 = true}},
+      {"causal, TF32, plain rows",
+       {1, 2, 2, 131, 131, 40, 72},
+       {.causal = true, .normalise = false, .scale = 0.25, .allow_tf32 = true}},
       {"one token", {3, 2, 1, 1, 1, 12, 20}, {.causal = true}},
       {"causal, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = true}, true},
       {"full, key mask", {2, 2, 1, 61, 75, 24, 20}, {.causal = false}, true},
@@ -113,6 +129,13 @@ std::vector<Spec> specs() {
       {"full, packed", {1, 2, 1, 0, 0, 24, 36}, {.causal = false}, false, {17, 3, 40}, {33, 0, 21}},
       {"causal, states", {2, 4, 2, 70, 70, 24, 40}, {.causal = true}, false, {}, {}, true},
       {"full, states", {2, 4, 2, 40, 70, 24, 40}, {.causal = false}, false, {}, {}, true},
+      {"causal, states, windows",
+       {1, 2, 1, 70, 70, 40, 40},
+       {.causal = true, .tiles = 2},
+       false,
+       {},
+       {},
+       true},
       {"causal, states, segments",
        {1, 2, 1, 260, 260, 16, 24},
        {.causal = true, .segments = 3},
@@ -409,6 +432,10 @@ struct Worst {
   }
 };
 
+/// Factors rounded to TF32 in the longest chain of products to a result: of a gradient by q or k
+/// the weights' two and the product's two, and those that o came from.
+constexpr double tf32_factors = 8;
+
 /// Elementwise a-priori bounds of the sums as reference/bounds.hpp derives them, and of what
 /// storage in 16 bits adds: each stored tensor is rounded once, and o is read again by the backward
 /// pass.
@@ -439,14 +466,15 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   const auto counts = reference::rounding_counts(
       spec.problem, reference::feature_roundings(settings.kernel), chunk);
   const double u = std::numeric_limits<accumulator_t<T>>::epsilon() / 2,
-               stored = storage_roundoff<T>();
+               stored = storage_roundoff<T>(), factors = factor_roundoff<T>(spec.options);
   const auto check = [&](const char* name, const auto& expected, const auto& magnitude,
                          double roundings) {
     if (expected.empty()) return;
     const Numbers &on_device = device.at(name), &on_host = host.at(name);
     for (std::size_t i = 0; i < expected.size(); ++i) {
       const auto e = static_cast<double>(expected[i]);
-      const double bound = (roundings * u + 4 * stored) * static_cast<double>(magnitude[i]) +
+      const double bound = (roundings * u + 4 * stored + tf32_factors * factors) *
+                               static_cast<double>(magnitude[i]) +
                            (u + stored) * std::abs(e) + 2 * storage_floor<T>();
       worst.see(on_device[i], e, bound, name, i);
       worst.see(on_device[i], on_host[i], 2 * bound, name, i);

@@ -16,7 +16,7 @@ FAULTS = [
     ("a lower band ends above the diagonal", TILE, "end = i0 + 1 < p.inner ? i0 + 1 : p.inner;", "end = i0 < p.inner ? i0 : p.inner;"),
     ("a transposed target is stored where it lay", TILE, "T* const c = t.c + j0 * ldc + i0;", "T* const c = t.c + i0 * ldc + j0;"),
     ("the triangle loses its diagonal", TILE, "const int end = i >= first ? i + 1 : 0;\n      const T term", "const int end = i >= first ? i : 0;\n      const T term"),
-    ("a compensated sum forgets what it lost", "include/linattn/tile_product.hpp", "low = (t - high) - y;", "low = V{};"),
+    ("a compensated sum forgets what it lost", TILE, "low = (t - high) - y;", "low = V{};"),
     # sums
     ("the denominator lacks the chunk", WALKER, "sums.more = m_tiles.weights;", "sums.more = nullptr;"),
     ("no gradient through the denominator", WALKER, "if (!wants_row_terms()) return;", "return;"),
@@ -41,7 +41,7 @@ FAULTS = [
     ("the final state lacks the last chunk", WALKER, "if (!ends || state_is_wanted) absorb_loaded_keys(piece);", "if (!ends) absorb_loaded_keys(piece);"),
     # exponents
     ("a state is rescaled the wrong way", WALKER, "const A factor = power_of_two<A>(Sign * (old[d] - now[d]));\n              return", "const A factor = power_of_two<A>(Sign * (now[d] - old[d]));\n              return"),
-    ("a row takes the shift of the first of its chunk", WALKER, "running + (first + r) * ld_shift : shift", "running + first * ld_shift : shift"),
+    ("a row takes the shift of the first of its chunk", WALKER, "running + (first + r) * ld_shift : shift;\n          const A* x = q.data + r * q.row;\n          int largest", "running + first * ld_shift : shift;\n          const A* x = q.data + r * q.row;\n          int largest"),
     ("chunks are not cut where a shift rises", WALKER, "return rise > largest_rise;", "return false;"),
     ("the exponential drops its low part", MAPS, "const T f = fused_multiply_add(x, low, fused_multiply_add(x, high, -n));\n    return exp2_fraction(f) * power_of_two<T>(static_cast<int>(n) - shift);", "const T f = fused_multiply_add(x, high, -n);\n    return exp2_fraction(f) * power_of_two<T>(static_cast<int>(n) - shift);"),
     ("a large denominator loses its second factor", WALKER, "{ return x * first * second; }", "{ return x * first; }"),

@@ -55,6 +55,74 @@ class Prepared {
   Gradients<ExecSpace, T> m_gradients;
 };
 
+/// One token, from a state to another and in place; its memory exists before it is watched.
+template <class T, class ExecSpace, Variant V>
+class PreparedStep {
+ public:
+  using A = accumulator_t<T>;
+
+  PreparedStep(const Problem& p, const ExecSpace& exec)
+      : m_case(random_case<T, V>(p, {})),
+        m_exec(exec),
+        m_alpha{{static_cast<std::int64_t>(m_case.alpha.size())}, Layout::right},
+        m_beta{{static_cast<std::int64_t>(m_case.beta.size())}, Layout::right},
+        m_q{{p.batch, p.heads, p.d}, Layout::right},
+        m_k{{p.batch, p.kv_heads, p.d}, Layout::right},
+        m_v{{p.batch, p.kv_heads, p.dv}, Layout::right},
+        m_o{{p.batch, p.heads, p.dv}, Layout::right},
+        m_before(p),
+        m_after(p) {
+    m_alpha.set(m_case.alpha);
+    m_beta.set(m_case.beta);
+    m_q.set(m_case.q);
+    m_k.set(m_case.k);
+    m_v.set(m_case.v);
+    const auto elements = static_cast<std::size_t>(p.batch * p.kv_heads * p.d);
+    m_before.S.set(std::vector<double>(elements * static_cast<std::size_t>(p.dv), 0.5));
+    m_before.z.set(std::vector<double>(elements, 2.0));
+    m_before.shift.set(std::vector<int>(elements, 1));
+    m_variant = make_variant<V>(m_alpha.view(), m_beta.view());
+    m_arena.emplace(workspace_size<T>(m_exec, m_variant, p, Pass::step));
+  }
+
+  void step() const {
+    LinAttn::step<T>(m_exec, m_variant, token(), m_before.ref().as_const(), m_after.ref(),
+                     m_o.ref(), m_arena->workspace());
+  }
+  void step_in_place() const {
+    LinAttn::step_in_place<T>(m_exec, m_variant, token(), m_before.ref(), m_o.ref(),
+                              m_arena->workspace());
+  }
+
+ private:
+  struct StateOf {
+    explicit StateOf(const Problem& p)
+        : S{{p.batch, p.kv_heads, p.d, p.dv}, Layout::right},
+          z{{p.batch, p.kv_heads, p.d}, Layout::right},
+          shift{{p.batch, p.kv_heads, p.d}, Layout::right} {}
+    State<ExecSpace, T> ref() const {
+      State<ExecSpace, T> result{.S = S.ref(), .z = z.ref()};
+      if (is_scaled<V>) result.shift = shift.ref();
+      return result;
+    }
+    PlacedTensor<A, 4, ExecSpace> S;
+    PlacedTensor<A, 3, ExecSpace> z;
+    PlacedTensor<int, 3, ExecSpace> shift;
+  };
+
+  Token<ExecSpace, T> token() const {
+    return {.q = m_q.input(), .k = m_k.input(), .v = m_v.input()};
+  }
+
+  Case m_case;
+  ExecSpace m_exec;
+  PlacedTensor<double, 1, ExecSpace> m_alpha, m_beta;
+  PlacedTensor<T, 3, ExecSpace> m_q, m_k, m_v, m_o;
+  StateOf m_before, m_after;
+  V m_variant;
+  std::optional<Arena<ExecSpace>> m_arena;
+};
+
 template <class C>
 class Tools : public ::testing::Test {
  public:
@@ -79,6 +147,17 @@ class Tools : public ::testing::Test {
           body(Call(c, options, exec));
         }
       }
+  }
+
+  /// Steps with a worker for each head, with windows of a large state, and with nothing to do.
+  template <class Body>
+  static void for_each_step(const ExecSpace& exec, const Body& body) {
+    const Problem shapes[] = {
+        {2, 4, 2, 1, 1, 5, 3}, {1, 2, 1, 1, 1, 250, 300}, {0, 2, 2, 1, 1, 3, 4}};
+    for (const Problem& p : shapes) {
+      SCOPED_TRACE(p.to_string());
+      body(PreparedStep<double, ExecSpace, V>(p, exec), p.batch > 0);
+    }
   }
 };
 
@@ -196,6 +275,59 @@ TYPED_TEST(Tools, NothingFences) {
     const Recording recording(Watch::fences_and_memory);
     call.forward();
     call.backward();
+    for (const Event& event : recording.events())
+      ADD_FAILURE() << static_cast<int>(event.kind) << " " << event.label;
+  });
+}
+
+TYPED_TEST(Tools, StepsNameTheLibraryInOneRegionOnTheCallersInstance) {
+  const auto exec = another_instance<typename TypeParam::ExecSpace>();
+  this->for_each_step(exec, [&](const auto& call, bool has_work) {
+    call.step();
+    exec.fence();
+    for (const bool in_place : {false, true}) {
+      const Recording recording(Watch::kernels_and_memory);
+      in_place ? call.step_in_place() : call.step();
+      int depth = 0, regions = 0, kernels = 0;
+      for (const Event& event : recording.events()) {
+        switch (event.kind) {
+          case Event::Kind::region:
+            EXPECT_EQ(event.label, "LinAttn::step");
+            ++regions, ++depth;
+            break;
+          case Event::Kind::end_of_region:
+            --depth;
+            break;
+          case Event::Kind::kernel:
+            ++kernels;
+            EXPECT_EQ(depth, 1) << event.label;
+            EXPECT_EQ(event.label.rfind("LinAttn::step::", 0), 0u) << event.label;
+            EXPECT_EQ(event.device, device_id(exec)) << event.label;
+            break;
+          default:
+            ADD_FAILURE() << static_cast<int>(event.kind) << " " << event.label;
+        }
+      }
+      EXPECT_EQ(depth, 0);
+      if (has_work) {
+        EXPECT_EQ(regions, 1);
+        EXPECT_GE(kernels, 1);
+      } else {
+        EXPECT_EQ(kernels, 0);
+      }
+    }
+  });
+}
+
+TYPED_TEST(Tools, StepsNeitherFenceNorAllocate) {
+  if (!reports_fences) GTEST_SKIP() << "this Kokkos does not report fences";
+  const typename TypeParam::ExecSpace exec;
+  this->for_each_step(exec, [&](const auto& call, bool) {
+    call.step();
+    exec.fence();
+    const Recording recording(Watch::fences_and_memory);
+    call.step();
+    call.step_in_place();
     for (const Event& event : recording.events())
       ADD_FAILURE() << static_cast<int>(event.kind) << " " << event.label;
   });

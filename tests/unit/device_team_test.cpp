@@ -79,11 +79,11 @@ class EmulatedPass {
       scan(args().causal ? ScanKind::prefix : total, args().initial, 1, true);
     }
     walk(Walk::query_gradient, true);
-    if constexpr (scaled) find_shifts();
     const auto of_keys = [&](bool of_values, bool wants_keys, bool wants_values) {
       Call::use_window(args(), of_values);
       args().wants_keys = wants_keys;
       args().wants_values = wants_values;
+      if constexpr (scaled) find_shifts();
       if (args().plan.segments > 1) {
         walk(Walk::query_state, true);
         scan(args().causal ? ScanKind::suffix : total, args().last_cotangent, -1, true);
@@ -93,8 +93,8 @@ class EmulatedPass {
     if (args().plan.tiles == 1) {
       of_keys(false, true, true);
     } else {
-      of_keys(true, false, true);
       of_keys(false, true, false);
+      of_keys(true, false, true);
     }
     if (gradients.query_parameter.present())
       sum(gradients.query_parameter, args().query_parameter_parts, args().group);
@@ -157,13 +157,14 @@ class EmulatedPass {
   }
   void sum(const TensorRef<double, 1, ExecSpace>& gradient, const double* parts,
            std::int64_t group) {
-    const LinAttn::detail::SumParameterParts<ExecSpace> kernel{parts,
-                                                               gradient.data(),
-                                                               gradient.stride(0),
-                                                               args().sequences,
-                                                               args().kv_heads,
-                                                               args().plan.segments * args().window.tiles,
-                                                               group};
+    const LinAttn::detail::SumParameterParts<ExecSpace> kernel{
+        parts,
+        gradient.data(),
+        gradient.stride(0),
+        args().sequences,
+        args().kv_heads,
+        args().plan.segments * args().window.tiles,
+        group};
     for (std::int64_t head = 0; head < gradient.extent(0); ++head) kernel(head);
   }
 
@@ -212,6 +213,22 @@ TYPED_TEST(DeviceTeams, AgreeWithTheReference) {
         const Case c = random_case<T, V>({2, 4, 2, 31, 40, 5, 7}, options);
         this->check(c, c, options);
       }
+}
+
+// Windows of columns and of features, the last of them narrower.
+TYPED_TEST(DeviceTeams, Windows) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  for (const bool causal : {false, true})
+    for (const int segments : {1, 2}) {
+      const Options options{
+          .causal = causal, .normalise = true, .chunk = 12, .segments = segments, .tiles = 2};
+      const Case c = random_case<T, V>({1, 2, 1, 31, 40, 40, 40}, options);
+      const Attention<T, ExecSpace, V> call(c, options);
+      ASSERT_EQ(call.plan(Pass::forward).tiles, 2);
+      ASSERT_EQ(call.plan(Pass::backward).tiles, 2);
+      this->check(c, c, options);
+    }
 }
 
 TYPED_TEST(DeviceTeams, MasksMembersAndStates) {

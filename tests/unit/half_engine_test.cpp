@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
-// 16-bit storage: the engine on float16 and bfloat16 tensors is the engine on the same numbers in float,
-// rounded once at the end. So what holds for float holds for them; the rest of this file is about ranges.
+// 16-bit storage: the engine on float16 and bfloat16 tensors is the engine on the same numbers in
+// float, rounded once at the end. So what holds for float holds for them; the rest of this file is
+// about ranges.
 
 #include <cmath>
 #include <limits>
@@ -28,7 +29,8 @@ class HalfEngine : public ::testing::Test {
 
   /// Memory of elements `step` apart in which every second row is left out if step > 1.
   static Narrow narrow(std::int64_t b, std::int64_t h, std::int64_t n, std::int64_t d, int step) {
-    const Kokkos::View<T*, Memory> memory("test::narrow", static_cast<std::size_t>(b * h * n * d * step * step + 1));
+    const Kokkos::View<T*, Memory> memory(
+        "test::narrow", static_cast<std::size_t>(b * h * n * d * step * step + 1));
     const auto row = static_cast<std::size_t>(d * step * step);
     const Kokkos::LayoutStride layout(b, h * n * row, h, n * row, n, row, d, step);
     s_memory.push_back(memory);
@@ -63,17 +65,20 @@ class HalfEngine : public ::testing::Test {
   void TearDown() override { s_memory.clear(); }
 
   template <class V>
-  void check(const V& variant, const Problem& p, const Options& options, int step, bool masked, bool with_states) {
-    SCOPED_TRACE(std::string(V::name) + " " + describe(p, options) + " step " + std::to_string(step));
+  void check(const V& variant, const Problem& p, const Options& options, int step, bool masked,
+             bool with_states) {
+    SCOPED_TRACE(std::string(V::name) + " " + describe(p, options) + " step " +
+                 std::to_string(step));
     Random random(seed());
     const Exec exec;
     const std::int64_t B = p.batch, H = p.heads, K = p.kv_heads;
-    const auto q = narrow(B, H, p.nq, p.d, step), k = narrow(B, K, p.nk, p.d, step), v = narrow(B, K, p.nk, p.dv, step),
-               o = narrow(B, H, p.nq, p.dv, step), d_o = narrow(B, H, p.nq, p.dv, step),
-               d_q = narrow(B, H, p.nq, p.d, step), d_k = narrow(B, K, p.nk, p.d, step),
-               d_v = narrow(B, K, p.nk, p.dv, step);
-    const auto q32 = wide(B, H, p.nq, p.d), k32 = wide(B, K, p.nk, p.d), v32 = wide(B, K, p.nk, p.dv),
-               o32 = wide(B, H, p.nq, p.dv), d_o32 = wide(B, H, p.nq, p.dv), d_q32 = wide(B, H, p.nq, p.d),
+    const auto q = narrow(B, H, p.nq, p.d, step), k = narrow(B, K, p.nk, p.d, step),
+               v = narrow(B, K, p.nk, p.dv, step), o = narrow(B, H, p.nq, p.dv, step),
+               d_o = narrow(B, H, p.nq, p.dv, step), d_q = narrow(B, H, p.nq, p.d, step),
+               d_k = narrow(B, K, p.nk, p.d, step), d_v = narrow(B, K, p.nk, p.dv, step);
+    const auto q32 = wide(B, H, p.nq, p.d), k32 = wide(B, K, p.nk, p.d),
+               v32 = wide(B, K, p.nk, p.dv), o32 = wide(B, H, p.nq, p.dv),
+               d_o32 = wide(B, H, p.nq, p.dv), d_q32 = wide(B, H, p.nq, p.d),
                d_k32 = wide(B, K, p.nk, p.d), d_v32 = wide(B, K, p.nk, p.dv);
     fill(q, q32, random, 0.7);
     fill(k, k32, random, 0.7);
@@ -84,10 +89,11 @@ class HalfEngine : public ::testing::Test {
       for (std::int64_t n = 0; n < p.nk; ++n) mask(b, n) = n % 5 != 2;
     const Sums s16("test::s16", B, H, p.nq), s32("test::s32", B, H, p.nq);
     const auto R = p.d;
-    const Floats<Exec> S0("S0", B, K, R, p.dv), ST("ST", B, K, R, p.dv), ST32("ST32", B, K, R, p.dv),
-        dST("dST", B, K, R, p.dv), dS0("dS0", B, K, R, p.dv), dS032("dS032", B, K, R, p.dv);
-    const Sums z0("z0", B, K, R), zT("zT", B, K, R), zT32("zT32", B, K, R), dzT("dzT", B, K, R), dz0("dz0", B, K, R),
-        dz032("dz032", B, K, R);
+    const Floats<Exec> S0("S0", B, K, R, p.dv), ST("ST", B, K, R, p.dv),
+        ST32("ST32", B, K, R, p.dv), dST("dST", B, K, R, p.dv), dS0("dS0", B, K, R, p.dv),
+        dS032("dS032", B, K, R, p.dv);
+    const Sums z0("z0", B, K, R), zT("zT", B, K, R), zT32("zT32", B, K, R), dzT("dzT", B, K, R),
+        dz0("dz0", B, K, R), dz032("dz032", B, K, R);
     const Kokkos::View<int***, Memory> shift("shift", B, K, R), shift_T("shift_T", B, K, R);
     for (std::size_t i = 0; i < S0.span(); ++i) {
       S0.data()[i] = static_cast<float>(random.normal());
@@ -97,9 +103,11 @@ class HalfEngine : public ::testing::Test {
       z0.data()[i] = static_cast<float>(random.uniform(1, 2));
       dzT.data()[i] = static_cast<float>(random.normal());
     }
-    const auto run = [&]<class U>(std::type_identity<U>, const auto& qs, const auto& ks, const auto& vs, const auto& os,
-                                  const auto& gs, const auto& dqs, const auto& dks, const auto& dvs, const Sums& s,
-                                  const auto& ST_, const auto& zT_, const auto& dS0_, const auto& dz0_, bool forward_too) {
+    const auto run = [&]<class U>(std::type_identity<U>, const auto& qs, const auto& ks,
+                                  const auto& vs, const auto& os, const auto& gs, const auto& dqs,
+                                  const auto& dks, const auto& dvs, const Sums& s, const auto& ST_,
+                                  const auto& zT_, const auto& dS0_, const auto& dz0_,
+                                  bool forward_too) {
       Inputs<Exec, U> in{.q = qs, .k = ks, .v = vs};
       if (masked) in.key_mask = mask;
       Saved<Exec, U> saved{.o = os, .denominator = s};
@@ -117,13 +125,15 @@ class HalfEngine : public ::testing::Test {
         }
       }
       if (forward_too) LinAttn::forward<U>(exec, variant, in, saved, options);
-      if (!forward_too) LinAttn::backward<U>(exec, variant, in, saved, cotangents, gradients, options);
+      if (!forward_too)
+        LinAttn::backward<U>(exec, variant, in, saved, cotangents, gradients, options);
     };
     const std::type_identity<T> t16;
     const std::type_identity<float> t32;
     for (const bool forward : {true, false}) {
       run(t16, q, k, v, o, d_o, d_q, d_k, d_v, s16, ST, zT, dS0, dz0, forward);
-      run(t32, q32, k32, v32, o32, d_o32, d_q32, d_k32, d_v32, s32, ST32, zT32, dS032, dz032, forward);
+      run(t32, q32, k32, v32, o32, d_o32, d_q32, d_k32, d_v32, s32, ST32, zT32, dS032, dz032,
+          forward);
       if (!forward) break;
       expect_rounded("o", o, o32);
       // the backward pass reads the rounded o
@@ -149,8 +159,10 @@ class HalfEngine : public ::testing::Test {
       for (const int step : {1, 2}) {
         check(variant, {2, 4, 2, 37, 37, 5, 7}, {.causal = causal}, step, false, false);
         check(variant, {1, 2, 2, 48, 48, 64, 32}, {.causal = causal}, step, false, false);
-        check(variant, {1, 2, 1, 30, 40, 16, 24}, {.causal = causal, .segments = 2, .tiles = 2}, step, true, true);
-        check(variant, {1, 2, 1, 30, 40, 3, 4}, {.causal = causal, .normalise = false, .scale = 0.5}, step, true, false);
+        check(variant, {1, 2, 1, 30, 40, 16, 24}, {.causal = causal, .segments = 2, .tiles = 2},
+              step, true, true);
+        check(variant, {1, 2, 1, 30, 40, 3, 4},
+              {.causal = causal, .normalise = false, .scale = 0.5}, step, true, false);
       }
   }
 };
@@ -182,8 +194,8 @@ TYPED_TEST(HalfEngine, B01SumsBeyondTheStoredRange) {
   const Exec exec;
   for (const bool causal : {false, true})
     for (const auto& [n, key] : {std::pair{20000, 4.0f}, {100000, 0.8f}}) {
-      const auto q = this->narrow(1, 1, n, 1, 1), k = this->narrow(1, 1, n, 1, 1), v = this->narrow(1, 1, n, 1, 1),
-                 o = this->narrow(1, 1, n, 1, 1);
+      const auto q = this->narrow(1, 1, n, 1, 1), k = this->narrow(1, 1, n, 1, 1),
+                 v = this->narrow(1, 1, n, 1, 1), o = this->narrow(1, 1, n, 1, 1);
       this->each(q, [&](auto... i) { q(i...) = T(0.0f), k(i...) = T(key), v(i...) = T(1.0f); });
       LinAttn::forward<T>(exec, Elu{}, {.q = q, .k = k, .v = v}, {.o = o}, {.causal = causal});
       for (int i = 0; i < n; ++i) ASSERT_EQ(static_cast<float>(o(0, 0, i, 0)), 1.0f) << i;
@@ -196,8 +208,8 @@ TYPED_TEST(HalfEngine, B03ExponentialsBeyondTheStoredRange) {
   using Exec = typename TypeParam::ExecSpace;
   const Exec exec;
   for (const float peak : {12.0f, 89.0f, 300.0f}) {
-    const auto q = this->narrow(1, 1, 16, 4, 1), k = this->narrow(1, 1, 16, 4, 1), v = this->narrow(1, 1, 16, 1, 1),
-               o = this->narrow(1, 1, 16, 1, 1);
+    const auto q = this->narrow(1, 1, 16, 4, 1), k = this->narrow(1, 1, 16, 4, 1),
+               v = this->narrow(1, 1, 16, 1, 1), o = this->narrow(1, 1, 16, 1, 1);
     this->each(q, [&](auto... i) { q(i...) = T(0.0f), k(i...) = T(0.0f); });
     k(0, 0, 5, 2) = T(peak);
     for (int n = 0; n < 16; ++n) v(0, 0, n, 0) = T(static_cast<float>(n));
@@ -205,11 +217,13 @@ TYPED_TEST(HalfEngine, B03ExponentialsBeyondTheStoredRange) {
     for (int i = 0; i < 16; ++i) {
       double numerator = 0, denominator = 0;
       for (int j = 0; j <= i; ++j) {
-        const double w = j == 5 ? 3 * std::exp(-double(peak)) + 1 : 4 * std::exp(i >= 5 ? -double(peak) : 0.0);
+        const double w =
+            j == 5 ? 3 * std::exp(-double(peak)) + 1 : 4 * std::exp(i >= 5 ? -double(peak) : 0.0);
         numerator += w * j;
         denominator += w;
       }
-      EXPECT_EQ(o(0, 0, i, 0).bits, T(numerator / denominator).bits) << "row " << i << " peak " << peak;
+      EXPECT_EQ(o(0, 0, i, 0).bits, T(numerator / denominator).bits)
+          << "row " << i << " peak " << peak;
     }
   }
 }
@@ -221,17 +235,20 @@ TYPED_TEST(HalfEngine, B11GradientOfTheState) {
   const Exec exec;
   const std::int64_t n = 4096, d = 64;
   Random random(seed());
-  const auto q = this->narrow(1, 1, n, d, 1), k = this->narrow(1, 1, n, d, 1), v = this->narrow(1, 1, n, d, 1),
-             o = this->narrow(1, 1, n, d, 1), d_o = this->narrow(1, 1, n, d, 1), d_q = this->narrow(1, 1, n, d, 1);
-  for (const auto& x : {q, k, v, d_o}) this->each(x, [&](auto... i) { x(i...) = T(static_cast<float>(random.normal())); });
+  const auto q = this->narrow(1, 1, n, d, 1), k = this->narrow(1, 1, n, d, 1),
+             v = this->narrow(1, 1, n, d, 1), o = this->narrow(1, 1, n, d, 1),
+             d_o = this->narrow(1, 1, n, d, 1), d_q = this->narrow(1, 1, n, d, 1);
+  for (const auto& x : {q, k, v, d_o})
+    this->each(x, [&](auto... i) { x(i...) = T(static_cast<float>(random.normal())); });
   const Floats<Exec> S0("S0", 1, 1, d, d), G("G", 1, 1, d, d), dS0("dS0", 1, 1, d, d);
-  const Kokkos::View<float***, Kokkos::LayoutRight, typename Exec::memory_space> z0("z0", 1, 1, d), dzT("dzT", 1, 1, d),
-      dz0("dz0", 1, 1, d);
+  const Kokkos::View<float***, Kokkos::LayoutRight, typename Exec::memory_space> z0("z0", 1, 1, d),
+      dzT("dzT", 1, 1, d), dz0("dz0", 1, 1, d);
   for (std::size_t i = 0; i < G.span(); ++i) G.data()[i] = static_cast<float>(random.normal());
   const Options options{.causal = true, .normalise = false, .scale = 0.125};
   const Inputs<Exec, T> in{.q = q, .k = k, .v = v, .state = {.S = S0, .z = z0}};
   LinAttn::forward<T>(exec, Identity{}, in, {.o = o}, options);
-  LinAttn::backward<T>(exec, Identity{}, in, {.o = o}, Cotangents<Exec, T>{.o = d_o, .state = {.S = G, .z = dzT}},
+  LinAttn::backward<T>(exec, Identity{}, in, {.o = o},
+                       Cotangents<Exec, T>{.o = d_o, .state = {.S = G, .z = dzT}},
                        {.q = d_q, .state = {.S = dS0, .z = dz0}}, options);
   double error = 0, size = 0;
   for (std::int64_t r = 0; r < d; ++r)

@@ -66,7 +66,8 @@ TYPED_TEST(Invariance, KeysAreASetWithoutAMask) {
   EXPECT_TRUE((agrees<T, V>(permuted, found, expected, options.chunk)));
 }
 
-// Windows of a state, whatever their number, change no bit: masks, members, states and segments included.
+// Windows of a state, whatever their number, change no bit: masks, members, states and segments
+// included.
 TYPED_TEST(Invariance, WindowsChangeNoBit) {
   using T = typename TypeParam::T;
   using V = typename TypeParam::V;
@@ -80,7 +81,8 @@ TYPED_TEST(Invariance, WindowsChangeNoBit) {
       EXPECT_EQ((Attention<T, ExecSpace, V>(c, options).plan(Pass::forward).tiles),
                 std::min<int>(tiles, 50 / (64 / static_cast<int>(sizeof(T)))));
       auto found = attend<T, ExecSpace, V>(c, options);
-      for (auto [sums, expected] : {std::pair{&found.alpha, &whole.alpha}, {&found.beta, &whole.beta}}) {
+      for (auto [sums, expected] :
+           {std::pair{&found.alpha, &whole.alpha}, {&found.beta, &whole.beta}}) {
         ASSERT_EQ(sums->size(), expected->size());
         for (std::size_t h = 0; h < sums->size(); ++h)  // sums over windows, in fp64
           EXPECT_NEAR((*sums)[h], (*expected)[h], 1e-9 * (1 + std::abs((*expected)[h])));
@@ -101,7 +103,8 @@ TYPED_TEST(Invariance, WindowsChangeNoBit) {
           for (int d = 0; d < 41; ++d) stateful.initial->shift.push_back(d % 5 - 2);
         stateful.last_cotangent = StateValues{random.normals(41 * 50), random.normals(41), {}};
         stateful.wants_last = true;
-        for (int n = 0; n < 35; ++n) stateful.key_mask.push_back(static_cast<std::uint8_t>(n % 4 != 1));
+        for (int n = 0; n < 35; ++n)
+          stateful.key_mask.push_back(static_cast<std::uint8_t>(n % 4 != 1));
         check(stateful, options);
       }
 }
@@ -119,7 +122,8 @@ TYPED_TEST(Invariance, PlacesChangeNoBit) {
       for (const Layout layout : {Layout::left, Layout::gaps, Layout::transposed}) {
         Arrangement at;
         at.q = at.k = at.v = at.o = at.d_o = at.d_q = at.d_k = at.d_v = layout;
-        EXPECT_TRUE(same_bits(attend<T, ExecSpace, V>(c, options, at), in_place)) << describe(c.problem, options);
+        EXPECT_TRUE(same_bits(attend<T, ExecSpace, V>(c, options, at), in_place))
+            << describe(c.problem, options);
       }
     }
 }

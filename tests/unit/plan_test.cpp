@@ -117,8 +117,8 @@ TEST(Plan, CompensatesLongSums) {
   EXPECT_FALSE(make_plan(extents(2, 8, 4 * last), host(2), wanted).compensated);
 }
 
-// The fewest windows, and then the longest chunk, with which tiles fit the scratch memory of a team. Where
-// none fits, tiles live in the workspace, in chunks of the full length.
+// The fewest windows, and then the longest chunk, with which tiles fit the scratch memory of a
+// team. Where none fits, tiles live in the workspace, in chunks of the full length.
 TEST(Plan, OnADevice) {
   struct Row {
     std::size_t scratch;
@@ -126,13 +126,15 @@ TEST(Plan, OnADevice) {
     int expected_chunk, expected_tiles;
     bool expected_scratch;
   };
-  const Row table[] = {{1 << 20, 0, 64, 1, true}, {65536, 0, 64, 1, true}, {65535, 0, 32, 1, true},
-                       {40936, 0, 32, 1, true},   {20000, 0, 16, 1, true}, {16383, 0, 16, 2, true},
-                       {8191, 0, 16, 4, true},    {4095, 0, 64, 1, false}, {0, 0, 64, 1, false},
-                       {65536, 8, 8, 1, true},    {65536, 128, 128, 2, true}, {0, 16, 16, 1, false}};
+  const Row table[] = {
+      {1 << 20, 0, 64, 1, true}, {65536, 0, 64, 1, true}, {65535, 0, 32, 1, true},
+      {40936, 0, 32, 1, true},   {20000, 0, 16, 1, true}, {16383, 0, 16, 2, true},
+      {8191, 0, 16, 3, true},    {5460, 0, 16, 4, true},  {4095, 0, 64, 1, false},
+      {0, 0, 64, 1, false},      {65536, 8, 8, 1, true},  {65536, 128, 128, 2, true},
+      {0, 16, 16, 1, false}};
   for (const Row& row : table) {
-    const Plan plan =
-        make_plan(extents(40, 80, 4096), device(2048 * 100, row.scratch), request(Pass::forward, row.chunk));
+    const Plan plan = make_plan(extents(40, 80, 4096), device(2048 * 100, row.scratch),
+                                request(Pass::forward, row.chunk));
     SCOPED_TRACE(std::to_string(row.scratch) + ": " + plan.to_string());
     EXPECT_EQ(plan.chunk, row.expected_chunk);
     EXPECT_EQ(plan.tiles, row.expected_tiles);
@@ -144,18 +146,58 @@ TEST(Plan, OnADevice) {
   }
 }
 
+// Windows are tried one more at a time, up to those that the state has.
+TEST(Plan, NoMoreWindowsOnADeviceThanItTakes) {
+  const auto tiles = [](std::size_t scratch) {
+    PlanRequest wanted = request(Pass::forward, 16);
+    wanted.granule = 8;  // 64 columns: up to 8 windows
+    return make_plan(extents(40, 80, 4096), device(2048 * 100, scratch), wanted).tiles;
+  };
+  // a worker needs 16 KiB over the number of windows
+  for (const int windows : {1, 2, 3, 4, 5, 6, 7, 8}) {
+    const std::size_t least = 16384 / static_cast<std::size_t>(windows);
+    EXPECT_EQ(tiles(least), windows);
+    EXPECT_EQ(tiles(least - 1), windows < 8 ? windows + 1 : 1);
+  }
+}
+
+// Windows that were asked for are not changed: then tiles live in the workspace if they must.
+TEST(Plan, AWishForWindowsIsKeptOnADevice) {
+  for (const int wish : {1, 2}) {
+    PlanRequest wanted = request(Pass::forward, 16);
+    wanted.tiles = wish;
+    const Plan plan = make_plan(extents(40, 80, 4096), device(2048 * 100, 5000), wanted);
+    EXPECT_EQ(plan.tiles, wish);
+    EXPECT_FALSE(plan.tiles_in_scratch);
+  }
+}
+
+// What counts is the chunk that is taken in the end: 200000 tokens are 3125 chunks of 64, but
+// 12500 of 16.
+TEST(Plan, CompensatesByTheChunkTaken) {
+  const Problem p = extents(40, 80, 200000);
+  const PlanRequest wanted = request(Pass::forward, 0, 1);
+  const Plan longer = make_plan(p, device(2048 * 100, 65536), wanted);
+  EXPECT_EQ(longer.chunk, 64);
+  EXPECT_FALSE(longer.compensated);
+  const Plan shorter = make_plan(p, device(2048 * 100, 20000), wanted);
+  EXPECT_EQ(shorter.chunk, 16);
+  EXPECT_EQ(shorter.segments, 1);
+  EXPECT_TRUE(shorter.compensated);
+}
+
 // A token: heads, and windows of large states where heads are too few.
 TEST(Plan, OfAStep) {
   const auto tiles = [](std::int64_t kv_heads, std::int64_t d, int threads) {
     const Problem p{1, kv_heads, kv_heads, 1, 1, d, d};
-    return make_step_plan(p, host(threads), 16).tiles;
+    return make_step_plan(p, d, host(threads), 16).tiles;
   };
   EXPECT_EQ(tiles(8, 64, 4), 1);
   EXPECT_EQ(tiles(1, 64, 4), 1);  // not worth it
   EXPECT_EQ(tiles(1, 512, 4), 4);
   EXPECT_EQ(tiles(1, 512, 64), 16);
   EXPECT_EQ(tiles(2, 512, 4), 2);
-  EXPECT_EQ(make_step_plan({0, 8, 8, 1, 1, 64, 64}, host(4), 16).workers, 1);
+  EXPECT_EQ(make_step_plan({0, 8, 8, 1, 1, 64, 64}, 64, host(4), 16).workers, 1);
 }
 
 TEST(Plan, IsPure) {
@@ -179,6 +221,19 @@ TYPED_TEST(PlanOfCall, KnowsTheMachine) {
     EXPECT_GT(found.tile_bytes, 0u);
     EXPECT_EQ(plan<float>(exec, Elu{}, extents(1, 1, 1 << 20), pass, {.chunk = 33}).chunk, 33);
     EXPECT_EQ(plan<float>(exec, Elu{}, extents(1, 1, 1 << 20), pass, {.segments = 9}).segments, 9);
+  }
+}
+
+// Without a token there is nothing to do, but states are as many as ever: none overflows unseen.
+TYPED_TEST(PlanOfCall, RefusesMoreStatesThanMemoryHas) {
+  const typename TypeParam::ExecSpace exec;
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    try {
+      plan<float>(exec, Elu{}, {std::int64_t(1) << 61, 2, 2, 0, 0, 3, 4}, pass);
+      FAIL() << "accepted";
+    } catch (const InvalidArgument& error) {
+      EXPECT_NE(std::string(error.what()).find("no memory"), std::string::npos) << error.what();
+    }
   }
 }
 

@@ -258,6 +258,41 @@ TYPED_TEST(StateFlow, IdentityAndPassage) {
     }
 }
 
+// With windows, too, the final state may lie where the initial one was.
+TYPED_TEST(StateFlow, InPlaceWithWindows) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  using ExecSpace = typename TypeParam::ExecSpace;
+  const Problem p{2, 2, 1, 40, 40, 40, 40};
+  for (const bool causal : {false, true})
+    for (const int segments : {1, 2}) {
+      const Options options{.causal = causal, .chunk = 16, .segments = segments, .tiles = 2};
+      SCOPED_TRACE(describe(p, options));
+      Case c = random_case<T, V>(p, options);
+      c.wants_last = true;
+      Random random(seed());
+      c.initial = StateValues{random.normals(2 * 40 * 40), random.uniforms(2 * 40, 1, 2),
+                              std::vector<int>(is_scaled<V> ? 2 * 40 : 0, 3)};
+      round_to<T>(c.initial->S);
+      round_to<T>(c.initial->z);
+      const auto separate = attend<T, ExecSpace, V>(c, options);
+      Attention<T, ExecSpace, V> in_place(c, options);
+      ASSERT_EQ(in_place.plan(Pass::forward).tiles, 2);
+      Arena<ExecSpace> arena(in_place.workspace_bytes(Pass::forward));
+      auto saved = in_place.saved();
+      saved.state = in_place.initial.ref();
+      const ExecSpace exec;
+      forward<T>(exec, in_place.variant(), in_place.inputs(), saved, arena.workspace(), options);
+      exec.fence();
+      EXPECT_TRUE(same_bits(in_place.o.get(), separate.o));
+      EXPECT_TRUE(same_bits(in_place.initial.S.get(), separate.S));
+      EXPECT_TRUE(same_bits(in_place.initial.z.get(), separate.z));
+      if (is_scaled<V>) {
+        EXPECT_EQ(in_place.initial.shift.get(), separate.shift);
+      }
+    }
+}
+
 // States in any memory layout.
 TYPED_TEST(StateFlow, AnyLayout) {
   using T = typename TypeParam::T;

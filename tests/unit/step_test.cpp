@@ -51,11 +51,14 @@ class Decoder {
   };
 
   V variant() const { return make_variant<V>(alpha.view(), beta.view()); }
-  std::size_t bytes() const { return workspace_size<T>(m_exec, variant(), m_problem, Pass::step, {.normalise = m_options.normalise}); }
+  std::size_t bytes() const {
+    return workspace_size<T>(m_exec, variant(), m_problem, Pass::step,
+                             {.normalise = m_options.normalise});
+  }
 
   /// The row of every head at one position, as a tensor without positions.
-  Placed<T, 3> token_of(const std::vector<double>& x, std::int64_t heads, std::int64_t rows, std::int64_t columns,
-                        std::int64_t position) const {
+  Placed<T, 3> token_of(const std::vector<double>& x, std::int64_t heads, std::int64_t rows,
+                        std::int64_t columns, std::int64_t position) const {
     Placed<T, 3> token{{m_problem.batch, heads, columns}, m_layout};
     std::vector<double> values;
     for (std::int64_t h = 0; h < m_problem.batch * heads; ++h) {
@@ -66,7 +69,8 @@ class Decoder {
     return token;
   }
 
-  /// One token; the state is `before` (none if !has_before) and becomes `after`, or it is `before` in place.
+  /// One token; the state is `before` (none if !has_before) and becomes `after`, or it is `before`
+  /// in place.
   void step(std::int64_t position, bool has_before, bool in_place) {
     const Problem& p = m_case.problem;
     auto q = token_of(m_case.q, p.heads, p.nq, p.d, position);
@@ -83,9 +87,11 @@ class Decoder {
     }
     Arena<ExecSpace> arena(bytes());
     if (in_place)
-      step_in_place<T>(m_exec, variant(), token, before.ref(), o.ref(), arena.workspace(), m_options);
+      step_in_place<T>(m_exec, variant(), token, before.ref(), o.ref(), arena.workspace(),
+                       m_options);
     else
-      LinAttn::step<T>(m_exec, variant(), token, has_before ? before.ref().as_const() : ConstState<ExecSpace, T>{},
+      LinAttn::step<T>(m_exec, variant(), token,
+                       has_before ? before.ref().as_const() : ConstState<ExecSpace, T>{},
                        after.ref(), o.ref(), arena.workspace(), m_options);
     m_exec.fence();
     EXPECT_TRUE(arena.guards_intact()) << "step wrote outside its workspace";
@@ -118,7 +124,8 @@ class Step : public ::testing::Test {
     EXPECT_EQ(found.size(), expected.size());
     double worst = 0, largest = 0;
     for (std::size_t n = 0; n < expected.size(); ++n) {
-      worst = std::max(worst, std::abs(static_cast<double>(found[n]) - static_cast<double>(expected[n])));
+      worst = std::max(worst,
+                       std::abs(static_cast<double>(found[n]) - static_cast<double>(expected[n])));
       largest = std::max(largest, std::abs(static_cast<double>(expected[n])));
       if (std::isnan(static_cast<double>(found[n]))) return std::numeric_limits<double>::infinity();
     }
@@ -137,10 +144,12 @@ class Step : public ::testing::Test {
   }
 
   /// Prefill of the first `prefill` tokens and the rest one by one, against one causal pass.
-  static void check(const Case& c, Options options, std::int64_t prefill, Layout layout, bool in_place) {
+  static void check(const Case& c, Options options, std::int64_t prefill, Layout layout,
+                    bool in_place) {
     options.causal = true;
     const Problem& p = c.problem;
-    SCOPED_TRACE(describe(p, options) + " prefill=" + std::to_string(prefill) + (in_place ? " in place" : ""));
+    SCOPED_TRACE(describe(p, options) + " prefill=" + std::to_string(prefill) +
+                 (in_place ? " in place" : ""));
     Case whole = c;
     whole.wants_last = true;
     Attention<T, ExecSpace, V> pass(whole, options);
@@ -159,7 +168,8 @@ class Step : public ::testing::Test {
       const auto cut = [&](std::vector<double>& x, std::int64_t heads, std::int64_t columns) {
         std::vector<double> part;
         for (std::int64_t h = 0; h < p.batch * heads; ++h)
-          part.insert(part.end(), x.begin() + h * p.nk * columns, x.begin() + (h * p.nk + prefill) * columns);
+          part.insert(part.end(), x.begin() + h * p.nk * columns,
+                      x.begin() + (h * p.nk + prefill) * columns);
         x = part;
       };
       cut(first.q, p.heads, p.d);
@@ -168,7 +178,8 @@ class Step : public ::testing::Test {
       cut(first.d_o, p.heads, p.dv);
       std::vector<std::uint8_t> mask;
       for (std::int64_t b = 0; !c.key_mask.empty() && b < p.batch; ++b)
-        mask.insert(mask.end(), c.key_mask.begin() + b * p.nk, c.key_mask.begin() + b * p.nk + prefill);
+        mask.insert(mask.end(), c.key_mask.begin() + b * p.nk,
+                    c.key_mask.begin() + b * p.nk + prefill);
       first.key_mask = mask;
       first.wants_last = true;
       Attention<T, ExecSpace, V> begin(first, options);
@@ -178,7 +189,8 @@ class Step : public ::testing::Test {
     for (std::int64_t i = prefill; i < p.nq; ++i) {
       const bool has_before = i > 0;
       if (in_place && !has_before) {
-        set(decoder.before, std::vector<A>(decoder.before.S.get().size()), std::vector<A>(decoder.before.z.get().size()),
+        set(decoder.before, std::vector<A>(decoder.before.S.get().size()),
+            std::vector<A>(decoder.before.z.get().size()),
             std::vector<int>(decoder.before.z.get().size(), no_shift));
       }
       const auto S = decoder.before.S.get();
@@ -211,7 +223,8 @@ TYPED_TEST(Step, TokenByTokenIsOnePass) {
   using V = typename TypeParam::V;
   for (const bool normalise : {true, false})
     for (const std::int64_t prefill : {0, 1, 16, 20}) {
-      const Options options{.causal = true, .normalise = normalise, .scale = normalise ? 1.0 : -0.7};
+      const Options options{
+          .causal = true, .normalise = normalise, .scale = normalise ? 1.0 : -0.7};
       const Case c = random_case<T, V>({2, 4, 2, 21, 21, 5, 7}, options);
       this->check(c, options, prefill, Layout::right, false);
       this->check(c, options, prefill, Layout::gaps, true);
@@ -223,7 +236,8 @@ TYPED_TEST(Step, HiddenKeysChangeNoSum) {
   using V = typename TypeParam::V;
   const Options options{.causal = true, .normalise = true};
   Case c = random_case<T, V>({2, 2, 2, 12, 12, 3, 4}, options);
-  for (int n = 0; n < 24; ++n) c.key_mask.push_back(static_cast<std::uint8_t>(n % 3 != 0));  // the first, too
+  for (int n = 0; n < 24; ++n)
+    c.key_mask.push_back(static_cast<std::uint8_t>(n % 3 != 0));  // the first, too
   for (int n = 0; n < 24; ++n)  // what is hidden in the first batch entry is not even read
     if (n % 3 == 0)
       for (int d = 0; d < 3; ++d)
@@ -240,6 +254,11 @@ TYPED_TEST(Step, WindowsOfALargeState) {
   using V = typename TypeParam::V;
   const Options options{.causal = true, .normalise = true};
   const Case c = random_case<T, V>({1, 2, 1, 6, 6, 250, 300}, options);
+  const typename TypeParam::ExecSpace exec;
+  if (LinAttn::detail::concurrency(exec) > 1) {
+    const V variant = make_variant<V>(1.0, 1.0);
+    EXPECT_GT(LinAttn::plan<T>(exec, variant, {1, 2, 1, 1, 1, 250, 300}, Pass::step).tiles, 1);
+  }
   this->check(c, options, 3, Layout::right, false);
   this->check(c, options, 3, Layout::right, true);
 }
@@ -248,7 +267,8 @@ TYPED_TEST(Step, NothingToDo) {
   using T = typename TypeParam::T;
   using ExecSpace = typename TypeParam::ExecSpace;
   using V = typename TypeParam::V;
-  for (const Problem& p : {Problem{0, 2, 1, 1, 1, 3, 4}, Problem{2, 0, 0, 1, 1, 3, 4}, Problem{2, 2, 1, 1, 1, 3, 0}}) {
+  for (const Problem& p :
+       {Problem{0, 2, 1, 1, 1, 3, 4}, Problem{2, 0, 0, 1, 1, 3, 4}, Problem{2, 2, 1, 1, 1, 3, 0}}) {
     const Case c = random_case<T, V>(p, {});
     Decoder<T, ExecSpace, V> decoder(c, {}, Layout::right);
     decoder.step(0, false, false);
@@ -263,14 +283,17 @@ TYPED_TEST(StepRefusals, NameExpectedAndFound) {
   using Exec = typename TypeParam::ExecSpace;
   using Memory = typename Exec::memory_space;
   const auto tensor = [](const char* name, std::int64_t heads, std::int64_t columns) {
-    return Kokkos::View<float***, Kokkos::LayoutRight, Memory>(std::string(name), 2, heads, columns);
+    return Kokkos::View<float***, Kokkos::LayoutRight, Memory>(std::string(name), 2, heads,
+                                                               columns);
   };
-  const auto q = tensor("q", 4, 3), k = tensor("k", 2, 3), v = tensor("v", 2, 5), o = tensor("o", 4, 5);
+  const auto q = tensor("q", 4, 3), k = tensor("k", 2, 3), v = tensor("v", 2, 5),
+             o = tensor("o", 4, 5);
   const Kokkos::View<float****, Kokkos::LayoutRight, Memory> S("S", 2, 2, 3, 5);
   const auto z = tensor("z", 2, 3);
   const State<Exec, float> state{.S = S, .z = z};
   const Exec exec;
-  const Kokkos::View<std::byte*, Memory> arena("arena", workspace_size<float>(exec, Elu{}, {2, 4, 2, 1, 1, 3, 5}, Pass::step));
+  const Kokkos::View<std::byte*, Memory> arena(
+      "arena", workspace_size<float>(exec, Elu{}, {2, 4, 2, 1, 1, 3, 5}, Pass::step));
   const auto refusal = [&](const Token<Exec, float>& token, const ConstState<Exec, float>& before,
                            const State<Exec, float>& after, const TensorRef<float, 3, Exec>& out,
                            const Workspace<Exec>& workspace) -> std::string {
@@ -288,14 +311,17 @@ TYPED_TEST(StepRefusals, NameExpectedAndFound) {
             "LinAttn: k must have shape (2, 2, 3), found (2, 2, 4)");
   EXPECT_EQ(refusal({.q = q, .k = tensor("k", 3, 3), .v = tensor("v", 3, 5)}, {}, state, o, arena),
             "LinAttn: 3 key/value heads do not divide 4 query heads");
-  EXPECT_EQ(refusal(token, {}, {}, o, arena), "LinAttn: a step needs a state to write to, found nothing");
+  EXPECT_EQ(refusal(token, {}, {}, o, arena),
+            "LinAttn: a step needs a state to write to, found nothing");
   EXPECT_EQ(refusal(token, {.S = S}, state, o, arena),
             "LinAttn: z of the state before the token must have shape (2, 2, 3), found nothing");
   EXPECT_EQ(refusal(token, {}, {.S = S, .z = tensor("z", 2, 4)}, o, arena),
             "LinAttn: z of the state after the token must have shape (2, 2, 3), found (2, 2, 4)");
-  EXPECT_EQ(refusal(token, {}, state, tensor("o", 4, 4), arena), "LinAttn: o must have shape (2, 4, 5), found (2, 4, 4)");
+  EXPECT_EQ(refusal(token, {}, state, tensor("o", 4, 4), arena),
+            "LinAttn: o must have shape (2, 4, 5), found (2, 4, 4)");
   EXPECT_EQ(refusal(token, {}, state, o, {}).rfind("LinAttn: the workspace needs ", 0), 0u);
-  EXPECT_THROW(workspace_size<float>(exec, Elu{}, {2, 4, 2, 2, 1, 3, 5}, Pass::step), InvalidArgument);
+  EXPECT_THROW(workspace_size<float>(exec, Elu{}, {2, 4, 2, 2, 1, 3, 5}, Pass::step),
+               InvalidArgument);
 }
 
 }  // namespace

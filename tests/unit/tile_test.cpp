@@ -92,7 +92,8 @@ class TileProducts : public ::testing::Test {
   };
 
   static void check(int m, int n, const std::vector<const Operands*>& operands, const Wish& wish) {
-    const int rows = padded_rows(std::max(m, n)), ldc = padded_columns<T>(std::max(m, n)) + tile_columns<T>;
+    const int rows = padded_rows(std::max(m, n)),
+              ldc = padded_columns<T>(std::max(m, n)) + tile_columns<T>;
     Random random(LinAttn::test_support::seed() + 1);
     Aligned<T> c(static_cast<std::size_t>(rows) * static_cast<std::size_t>(ldc));
     Aligned<T> low(static_cast<std::size_t>(rows) * static_cast<std::size_t>(ldc));
@@ -122,7 +123,8 @@ class TileProducts : public ::testing::Test {
     multiply(team, m, n, sum, target);
     for (int i = 0; i < m; ++i)
       for (int j = 0; j < (wish.lower_only ? std::min(i + 1, n) : n); ++j)
-        ASSERT_EQ(c.data[at(i, j)] - low.data[at(i, j)], expected[static_cast<std::size_t>(i * n + j)])
+        ASSERT_EQ(c.data[at(i, j)] - low.data[at(i, j)],
+                  expected[static_cast<std::size_t>(i * n + j)])
             << i << " " << j << " of " << m << "x" << n << "x" << operands[0]->inner << " band "
             << static_cast<int>(operands[0]->band) << " store " << static_cast<int>(wish.store);
   }
@@ -159,7 +161,8 @@ TYPED_TEST(TileProducts, Bands) {
         }
 }
 
-// Sums of two and three products; the third has a single term, the same row for all or one row each.
+// Sums of two and three products; the third has a single term, the same row for all or one row
+// each.
 TYPED_TEST(TileProducts, SumsOfSeveral) {
   using Operands = typename TestFixture::Operands;
   Random random(LinAttn::test_support::seed());
@@ -254,7 +257,8 @@ TYPED_TEST(TileProducts, RowSums) {
     for (const int blocks : {1, 2, 5})
       for (const bool one_row : {false, true})
         for (const bool with_more : {false, true}) {
-          const int n = blocks * tile_columns<T>, ld = n + tile_columns<T>, more_n = tile_columns<T>;
+          const int n = blocks * tile_columns<T>, ld = n + tile_columns<T>,
+                    more_n = tile_columns<T>;
           const auto size = static_cast<std::size_t>(padded_rows(rows) * ld);
           Aligned<T> a(size), b(size), more(size), out(static_cast<std::size_t>(padded_rows(rows)));
           for (std::size_t i = 0; i < size; ++i) {
@@ -271,7 +275,8 @@ TYPED_TEST(TileProducts, RowSums) {
           sum_rows(team, rows, sums, out.data);
           for (int r = 0; r < rows; ++r) {
             T expected = 0;
-            for (int j = 0; j < n; ++j) expected += a.data[r * ld + j] * b.data[(one_row ? 0 : r) * ld + j];
+            for (int j = 0; j < n; ++j)
+              expected += a.data[r * ld + j] * b.data[(one_row ? 0 : r) * ld + j];
             for (int j = 0; with_more && j < more_n; ++j) expected += more.data[r * ld + j];
             ASSERT_EQ(out.data[r], expected) << r << " of " << rows;
           }
@@ -291,14 +296,16 @@ TYPED_TEST(TileProducts, LowerTriangle) {
         for (int i = 0; i < rows; ++i) {
           terms.data[i] = static_cast<T>(i + 1);
           for (int j = 0; j < padded; ++j)
-            tile.data[i * ld + j] = j <= i ? static_cast<T>(10 * i + j) : std::numeric_limits<T>::quiet_NaN();
+            tile.data[i * ld + j] =
+                j <= i ? static_cast<T>(10 * i + j) : std::numeric_limits<T>::quiet_NaN();
         }
         keep_lower_triangle<typename TypeParam::Team, T>(team, rows, first, padded, tile.data, ld,
                                                          with_terms ? terms.data : nullptr);
         for (int i = 0; i < rows; ++i)
           for (int j = 0; j < padded; ++j)
-            ASSERT_EQ(tile.data[i * ld + j],
-                      j <= i && i >= first ? static_cast<T>(10 * i + j + (with_terms ? i + 1 : 0)) : T(0))
+            ASSERT_EQ(
+                tile.data[i * ld + j],
+                j <= i && i >= first ? static_cast<T>(10 * i + j + (with_terms ? i + 1 : 0)) : T(0))
                 << i << " " << j;
       }
 }
@@ -306,16 +313,25 @@ TYPED_TEST(TileProducts, LowerTriangle) {
 // Rows that lie ahead are asked for each once, in any portions.
 TEST(RowsAhead, AsksForEveryLineOnce) {
   std::vector<char> memory(64 * 100);
-  for (const int portion : {1, 3, 1000}) {
+  // lines after each call: three rows of two lines and five of one, in whole rows
+  const std::vector<std::pair<int, std::vector<int>>> table = {
+      {1, {2, 4, 6, 7, 8, 9, 10, 11, 11, 11}}, {3, {4, 7, 10, 11, 11}}, {1000, {11, 11}}};
+  for (const auto& [portion, asked] : table) {
     RowsAhead ahead;
     ahead.add(memory.data(), 640, 3, 100, false);
     ahead.add(memory.data(), 64, 5, 64, true);
     ahead.add(memory.data(), 64, 0, 64, true);
     EXPECT_EQ(ahead.lines(), 3 * 2 + 5);
-    for (int n = 0; n < 20; ++n) ahead.advance(portion);
+    EXPECT_EQ(ahead.asked(), 0);
+    for (const int lines : asked) {
+      ahead.advance(portion);
+      EXPECT_EQ(ahead.asked(), lines) << "of " << portion << " at a time";
+    }
     ahead.clear();
     EXPECT_EQ(ahead.lines(), 0);
+    EXPECT_EQ(ahead.asked(), 0);
     ahead.advance(portion);
+    EXPECT_EQ(ahead.asked(), 0);
   }
 }
 
