@@ -151,9 +151,9 @@ class EmulatedPass {
     if (args().shift_entries == 0) return;
     const LinAttn::detail::FindShifts<A, QueryMap, KeyMap> find{args()};
     for (std::int64_t index = 0; index < units() * args().shift_entries; ++index) find(index);
-    launch(units(), LinAttn::detail::ScanShifts<ExecSpace>{
-                        args().shift_table, args().initial.shifts, args().shift_entries,
-                        args().kv_heads, args().features});
+    const LinAttn::detail::ScanShifts scan{args().shift_table, args().initial.shifts,
+                                           args().shift_entries, args().kv_heads, args().features};
+    for (std::int64_t index = 0; index < units() * args().features; ++index) scan(index);
   }
   void sum(const TensorRef<double, 1, ExecSpace>& gradient, const double* parts,
            std::int64_t group) {
