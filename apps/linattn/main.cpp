@@ -35,6 +35,17 @@ int main(int argc, char** argv) {
       return ExitStatus::done;
     };
     return static_cast<int>(guarded(program_of(app), action));
+  } catch (const CLI::RequiredError& error) {
+    // what stands in place of a subcommand is what the user wants to be told
+    const std::string word = argc > 1 ? argv[1] : "";
+    if (!app.get_subcommands().empty() || word.empty() || word.starts_with("-")) {
+      complain(program_of(app), std::string(error.what()) + " (see " + program_of(app) + " --help)");
+    } else {
+      std::string names;
+      for (const CLI::App* command : app.get_subcommands({})) names += (names.empty() ? "" : ", ") + command->get_name();
+      complain("linattn", "unknown subcommand '" + word + "'; there are " + names + " (see linattn --help)");
+    }
+    return static_cast<int>(ExitStatus::refused);
   } catch (const CLI::ParseError& error) {
     complain(program_of(app), std::string(error.what()) + " (see " + program_of(app) + " --help)");
     return static_cast<int>(ExitStatus::refused);

@@ -24,7 +24,7 @@
 /// allocate, except for the overloads without a workspace, which do both and say so. Arguments are
 /// non-owning references whose memory must live until the kernels have run; an output must overlap neither
 /// an input nor another output, except where said. The same inputs, options
-/// and plan give the same bits, whatever the number of threads.
+/// and plan give the same bits, whatever the number of threads and (but for step()) the layout of the Views.
 
 namespace LinAttn {
 

@@ -276,7 +276,7 @@ struct EluPlusOneMap {
 /// phi(x) = exp(rate x), one rate for each head (alpha of the queries, beta of the keys of LLN).
 ///
 /// Evaluated to within 2 ulp for |rate x| / ln 2 up to 2^20, where it saturates; exp(-inf) = 0,
-/// exp(+inf) saturates, a NaN stays one. Source: specs of LLN attention, 5.1; base-2 integer shifts make
+/// exp(+inf) saturates, a NaN stays one. Rates are at most 1e30 in size (unchecked for values per head). Source: specs of LLN attention, 5.1; base-2 integer shifts make
 /// every later rescaling an exact change of exponent.
 struct ExponentialMap {
   Parameter rate = 1.0;
@@ -300,6 +300,10 @@ struct ExponentialMap {
   template <class ExecSpace>
   void validate(const char* name, std::int64_t heads) const {
     rate.validate<ExecSpace>(name, heads);
+    constexpr double largest = 1e30;  // beyond it 1 / ln 2 takes it out of the range of float
+    if (!rate.per_head() && (rate.value() > largest || rate.value() < -largest))
+      throw InvalidArgument(detail::message("LinAttn: ", name, " must be at most ", largest, " in size, found ",
+                                            rate.value()));
   }
 };
 

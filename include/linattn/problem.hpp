@@ -50,7 +50,10 @@ struct Problem {
     if ((kv_heads == 0) != (heads == 0) || (kv_heads > 0 && heads % kv_heads != 0))
       throw InvalidArgument(detail::message("LinAttn: ", kv_heads, " key/value heads do not divide ",
                                             heads, " query heads"));
-    if (members < -1 || (packed() && batch != 1))
+    if (members < -1)
+      throw InvalidArgument(detail::message("LinAttn: packed sequences need 0 or more members (-1: none are packed), ",
+                                            "found ", members));
+    if (packed() && batch != 1)
       throw InvalidArgument(detail::message("LinAttn: packed sequences need B = 1, found B = ", batch,
                                             " with ", members, " members"));
     if (packed() && (longest_q < 0 || longest_q > nq || longest_k < 0 || longest_k > nk))

@@ -103,4 +103,9 @@ TEST(Usage, SpaceOfAnotherBuild) {
 #endif
 
 }  // namespace
+TEST(Usage, NamesAnUnknownSubcommand) {
+  EXPECT_TRUE(complained(run({"frob"}), 2, {"unknown subcommand 'frob'", "run, verify, generate, info"}));
+  EXPECT_TRUE(complained(run({}), 2, {"subcommand is required"}));
+}
+
 }  // namespace LinAttn::test_app

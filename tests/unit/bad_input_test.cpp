@@ -302,6 +302,7 @@ TYPED_TEST(BadInput, Parameters) {
         run(Lln{1.0, std::numeric_limits<double>::infinity()});
       },
       {"beta", "finite", "inf"});
+  expect_refusal([&] { run(Lln{-1e39, 1.0}); }, {"alpha", "at most 1e+30", "found -1e+39"});
 }
 
 TYPED_TEST(BadInput, OptionsOutOfRange) {
@@ -336,6 +337,7 @@ TYPED_TEST(BadInput, ExtentsOfAProblem) {
   ask({2, 4, 2, 11, 13, 5, 70000}, false, {"Dv=70000"});
   ask({std::int64_t(1) << 62, 4, 2, 11, 13, 5, 3}, false, {"no memory", "B=4611686018427387904"});
   ask({2, 4, 2, std::int64_t(1) << 60, std::int64_t(1) << 60, 5, 3}, true, {"no memory", "Nq=1152921504606846976"});
+  ask({1, 4, 2, 11, 13, 5, 3, -2}, false, {"packed", "found -2"});
   ask({1, 4, 2, 11, 13, 5, 3, 4, -1, 2}, false, {"4 packed members", "-1 queries"});
   ask({1, 4, 2, 11, 13, 5, 3, 4, 3, 14}, false, {"4 packed members", "14 keys"});
 }
@@ -350,6 +352,14 @@ TYPED_TEST(BadInput, TensorsWithoutMemory) {
   auto saved = this->call.saved();
   saved.o = TensorRef<float, 4, ExecSpace>(nullptr, {2, 4, 11, 3}, {132, 33, 3, 1});
   expect_refusal([&] { this->forward(this->call.inputs(), saved, this->options); }, {"o", "(2, 4, 11, 3)", "no memory"});
+  using Bytes = Kokkos::View<std::byte*, typename ExecSpace::memory_space, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+  const Workspace<ExecSpace> nothing(Bytes(nullptr, std::size_t(1) << 30));
+  expect_refusal(
+      [&] {
+        LinAttn::forward<float>(this->exec, this->call.variant(), this->call.inputs(), this->call.saved(), nothing,
+                                this->options);
+      },
+      {"workspace", "no memory"});
 }
 
 // Exactly the bytes asked for are enough, one less is not.

@@ -94,6 +94,12 @@ void require_memory(const char* name, const Tensor& tensor) {
     throw InvalidArgument(message("LinAttn: ", name, " ", tensor.shape(), " has no memory behind it"));
 }
 
+template <class ExecSpace>
+void require_memory(const Workspace<ExecSpace>& workspace) {
+  if (workspace.data() == nullptr)
+    throw InvalidArgument(message("LinAttn: the workspace of ", workspace.size(), " bytes has no memory behind it"));
+}
+
 template <class Tensor>
 void require_shape(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
   std::string shape = "(";
@@ -131,6 +137,7 @@ inline void read_offsets(const SequenceOffsets& q, const SequenceOffsets& k, Pro
     throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k need the same number of at least one ",
                                   "offset, found ", q.extent(0), " and ", k.extent(0)));
   const auto longest = [&](const char* name, const SequenceOffsets& offsets, std::int64_t total) {
+    require_memory(name, offsets);
     const std::int64_t count = offsets.extent(0);
     if (count > 1 && offsets.stride(0) != 1)
       throw InvalidArgument(message("LinAttn: ", name, " must be contiguous, found stride ", offsets.stride(0)));
@@ -307,6 +314,7 @@ class Call {
       throw InvalidArgument(message("LinAttn: the workspace needs ", needed, " bytes for ",
                                     m_problem.to_string(), ", found ", workspace.size()));
     if (needed == 0) return;
+    require_memory(workspace);
     ArenaCursor arena(workspace.data());
     place(arena);
   }

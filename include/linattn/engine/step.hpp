@@ -320,6 +320,7 @@ class StepCall {
       throw InvalidArgument(message("LinAttn: the workspace needs ", workspace_bytes(), " bytes for a step of ",
                                     p.to_string(), ", found ", workspace.size()));
     if (units() == 0) return;
+    require_memory(workspace);
     ArenaCursor arena(workspace.data());
     m_args.memory = arena.take<std::byte>(1);
     m_args.q = StoredTensor<A>(token.q);
