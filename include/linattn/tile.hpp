@@ -210,8 +210,7 @@ KOKKOS_FUNCTION void multiply_on_device(const Team& team, int m, int n, const Pr
     T sum[side][side];
     for (int r = 0; r < side; ++r)
       for (int s = 0; s < side; ++s) sum[r][s] = T(0);
-    for (int which = 0; which < count; ++which) {
-      const Product<T>& p = products[which];
+    const auto add = [&](const Product<T>& p) {
       const int begin = p.band == Band::upper ? i0 : 0;
       const int end = p.band == Band::lower && i0 + side < p.inner ? i0 + side : p.inner;
       for (int l = begin; l < end; ++l) {
@@ -225,7 +224,11 @@ KOKKOS_FUNCTION void multiply_on_device(const Team& team, int m, int n, const Pr
           for (int s = 0; s < side; ++s) sum[r][s] += left * right[s];
         }
       }
-    }
+    };
+    // one after the other by name: an index that the compiler does not know would put them into local memory
+    add(products[0]);
+    if (count > 1) add(products[1]);
+    if (count > 2) add(products[2]);
     for (int r = 0; r < side; ++r) {
       const T divisor = target.divisor ? target.divisor[i0 + r] : T(1);
       for (int s = 0; s < side; ++s) {
