@@ -35,8 +35,8 @@ FAULTS = [
     ("an empty row is divided by zero", WALKER, "[=](int r) { return !(normalise && row_scale[first + r] == A(0)); });\n  }", "[](int) { return true; });\n  }"),
     # segments, windows, states
     ("a suffix is taken for a prefix", SCAN, "return kind == ScanKind::suffix ? segments - 1 - i : i;", "return i;"),
-    ("windows overlap", WALKER, "m_first_value = w.of_values ? m_tile * w.values : 0;", "m_first_value = w.of_values ? m_tile * (w.values - 1) : 0;"),
-    ("a window of features reads the first", WALKER, "m_first_feature = w.of_values ? 0 : m_tile * w.features;", "m_first_feature = 0;"),
+    ("windows overlap", WALKER, "m_first_value = w.first_value(tile);", "m_first_value = w.first_value(tile) - (w.of_values ? tile : 0);"),
+    ("a window of features reads the first", WALKER, "m_first_feature = w.first_feature(tile);", "m_first_feature = 0;"),
     ("the state of the caller is left out", WALKER, "if (m_args.initial.present) enter_caller_state(m_args.initial);", ""),
     ("the final state lacks the last chunk", WALKER, "if (!ends || state_is_wanted) absorb_loaded_keys(piece);", "if (!ends) absorb_loaded_keys(piece);"),
     # exponents

@@ -35,16 +35,6 @@ KOKKOS_FORCEINLINE_FUNCTION void with_storage(Storage storage, const Body& body)
   body(std::type_identity<A>{});
 }
 
-/// An element as it is stored, as a number; and back.
-template <class A, class S>
-KOKKOS_FORCEINLINE_FUNCTION A widen(S stored) {
-  return static_cast<A>(stored);
-}
-template <class S, class A>
-KOKKOS_FORCEINLINE_FUNCTION S narrow(A number) {
-  return static_cast<S>(number);
-}
-
 /// A tensor of the caller, (batch, head, position) -> row of strided elements, whatever their storage.
 template <class A>
 struct StoredTensor {
@@ -53,25 +43,16 @@ struct StoredTensor {
   Storage storage = Storage::native;
 
   StoredTensor() = default;
-  /// Without positions: (batch, head) -> row.
-  template <class U, class ExecSpace>
-  explicit StoredTensor(const TensorRef<U, 3, ExecSpace>& t)
+  /// Of rank 4, or of rank 3 where there are no positions.
+  template <class U, int Rank, class ExecSpace>
+  explicit StoredTensor(const TensorRef<U, Rank, ExecSpace>& t)
       : data(const_cast<std::remove_const_t<U>*>(t.data())),
         batch_stride(t.stride(0)),
         head_stride(t.stride(1)),
-        element_stride(t.stride(2)),
+        row_stride(Rank == 4 ? t.stride(2) : 0),
+        element_stride(t.stride(Rank - 1)),
         storage(storage_of<std::remove_const_t<U>>) {
-    static_assert(std::is_same_v<accumulator_t<U>, A>);
-  }
-  template <class U, class ExecSpace>
-  explicit StoredTensor(const TensorRef<U, 4, ExecSpace>& t)
-      : data(const_cast<std::remove_const_t<U>*>(t.data())),
-        batch_stride(t.stride(0)),
-        head_stride(t.stride(1)),
-        row_stride(t.stride(2)),
-        element_stride(t.stride(3)),
-        storage(storage_of<std::remove_const_t<U>>) {
-    static_assert(std::is_same_v<accumulator_t<U>, A>);
+    static_assert((Rank == 3 || Rank == 4) && std::is_same_v<accumulator_t<U>, A>);
   }
 
   /// Row of a tensor whose elements are stored as S.
@@ -143,6 +124,9 @@ struct Window {
   int values = 0;
   int tiles = 1;  // windows
   bool of_values = true;
+
+  KOKKOS_FORCEINLINE_FUNCTION int first_feature(int tile) const { return of_values ? 0 : tile * features; }
+  KOKKOS_FORCEINLINE_FUNCTION int first_value(int tile) const { return of_values ? tile * values : 0; }
 };
 
 /// States of segments in the workspace, one for each task: (sequence, key/value head), window, segment.

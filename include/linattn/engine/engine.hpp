@@ -95,6 +95,13 @@ void require_memory(const char* name, const Tensor& tensor) {
 }
 
 template <class ExecSpace>
+void require_size(const Workspace<ExecSpace>& workspace, std::size_t needed, const std::string& what) {
+  if (workspace.size() < needed)
+    throw InvalidArgument(
+        message("LinAttn: the workspace needs ", needed, " bytes for ", what, ", found ", workspace.size()));
+}
+
+template <class ExecSpace>
 void require_memory(const Workspace<ExecSpace>& workspace) {
   if (workspace.data() == nullptr)
     throw InvalidArgument(message("LinAttn: the workspace of ", workspace.size(), " bytes has no memory behind it"));
@@ -160,10 +167,16 @@ inline void read_offsets(const SequenceOffsets& q, const SequenceOffsets& k, Pro
   problem.members = q.extent(0) - 1;
 }
 
-template <class ExecSpace, class T>
-Problem problem_of(const Inputs<ExecSpace, T>& in) {
+/// q, k and v of Inputs or of a Token are there.
+template <class In>
+void require_present(const In& in) {
   for (const auto& [name, tensor] : {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}})
     if (!tensor->present()) throw InvalidArgument(message("LinAttn: input ", name, " is missing"));
+}
+
+template <class ExecSpace, class T>
+Problem problem_of(const Inputs<ExecSpace, T>& in) {
+  require_present(in);
   Problem p;
   p.batch = in.q.extent(0);
   p.heads = in.q.extent(1);
@@ -310,9 +323,7 @@ class Call {
 
   void use_workspace(const Workspace<ExecSpace>& workspace) {
     const std::size_t needed = workspace_bytes();
-    if (workspace.size() < needed)
-      throw InvalidArgument(message("LinAttn: the workspace needs ", needed, " bytes for ",
-                                    m_problem.to_string(), ", found ", workspace.size()));
+    require_size(workspace, needed, m_problem.to_string());
     if (needed == 0) return;
     require_memory(workspace);
     ArenaCursor arena(workspace.data());

@@ -47,8 +47,7 @@ struct ScanStates {
     const int here = static_cast<int>(count - begin < block ? count - begin : block);
     const std::int64_t member = unit / window.tiles / kv_heads, head = unit / window.tiles % kv_heads;
     const int tile = static_cast<int>(unit % window.tiles);
-    const int first_feature = window.of_values ? 0 : tile * window.features;
-    const int first_value = window.of_values ? tile * window.values : 0;
+    const int first_feature = window.first_feature(tile), first_value = window.first_value(tile);
     Kokkos::parallel_for(Kokkos::TeamThreadRange(team, here), [&](int e) {
       const std::int64_t element = begin + e;
       if (element < state) {
@@ -164,7 +163,7 @@ struct FindShifts {
                       [=](int r) {
                         const S* x = k + (begin + r) * row;
                         return [=](int d) {
-                          const int e = map.exponent(widen<A>(x[d * element]));
+                          const int e = map.exponent(static_cast<A>(x[d * element]));
                           table[d] = e > table[d] ? e : table[d];
                         };
                       },

@@ -102,7 +102,7 @@ struct StepKernel {
     with_storage<A>(t.storage, [&]<class S>(std::type_identity<S>) {
       const S* from = t.template row<S>(b, head, 0);
       const std::int64_t element = t.element_stride;
-      for_each(team, n, [=](int j) { to[j] = widen<A>(from[j * element]); });
+      for_each(team, n, [=](int j) { to[j] = static_cast<A>(from[j * element]); });
     });
     team.barrier();
   }
@@ -208,7 +208,7 @@ struct StepKernel {
     with_storage<A>(args.v.storage, [&]<class S>(std::type_identity<S>) {
       const std::int64_t element = args.v.element_stride;
       const S* from = args.v.template row<S>(b, kv_head, 0) + first * element;
-      for_each(team, width, [=](int j) { value[j] = visible ? widen<A>(from[j * element]) : A(0); });
+      for_each(team, width, [=](int j) { value[j] = visible ? static_cast<A>(from[j * element]) : A(0); });
     });
     const int dv = args.dv, count = args.features, group = args.group;
     A* numerators = rows.numerators + first;
@@ -254,7 +254,7 @@ struct StepKernel {
         const A* n = numerators + std::int64_t(g) * dv;
         const bool normalise = args.normalise, empty = normalise && scale == A(0);
         return [=](int j) {
-          o[j * element] = narrow<S>(empty ? A(0) : normalise ? n[j] / scale : n[j] * scale);
+          o[j * element] = static_cast<S>(empty ? A(0) : normalise ? n[j] / scale : n[j] * scale);
         };
       });
     });
@@ -316,9 +316,7 @@ class StepCall {
     if (!after.S.present()) throw InvalidArgument("LinAttn: a step needs a state to write to, found nothing");
     bind_state("state before the token", before, p.batch, p.kv_heads, m_args.features, p.dv, scaled, m_args.before);
     bind_state("state after the token", after, p.batch, p.kv_heads, m_args.features, p.dv, scaled, m_args.after);
-    if (workspace.size() < workspace_bytes())
-      throw InvalidArgument(message("LinAttn: the workspace needs ", workspace_bytes(), " bytes for a step of ",
-                                    p.to_string(), ", found ", workspace.size()));
+    require_size(workspace, workspace_bytes(), "a step of " + p.to_string());
     if (units() == 0) return;
     require_memory(workspace);
     ArenaCursor arena(workspace.data());
@@ -350,8 +348,7 @@ class StepCall {
 /// The extents of a step, checked.
 template <class ExecSpace, class T>
 Problem problem_of(const Token<ExecSpace, T>& token) {
-  for (const auto& [name, tensor] : {std::pair{"q", &token.q}, {"k", &token.k}, {"v", &token.v}})
-    if (!tensor->present()) throw InvalidArgument(message("LinAttn: input ", name, " is missing"));
+  require_present(token);
   Problem p;
   p.batch = token.q.extent(0);
   p.heads = token.q.extent(1);

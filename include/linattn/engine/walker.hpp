@@ -60,9 +60,8 @@ class Walker {
     m_task = task;
     m_segment = task % m_args.plan.segments;
     const std::int64_t windowed = task / m_args.plan.segments;
-    m_tile = static_cast<int>(windowed % m_args.window.tiles);
     m_unit = windowed / m_args.window.tiles;
-    enter_window();
+    enter_window(static_cast<int>(windowed % m_args.window.tiles));
     m_member = m_unit / m_args.kv_heads;
     m_kv_head = m_unit % m_args.kv_heads;
     m_sequence = Sequence::at(m_args, m_member);
@@ -92,10 +91,10 @@ class Walker {
     std::int64_t ld;
   };
 
-  KOKKOS_FUNCTION void enter_window() {
+  KOKKOS_FUNCTION void enter_window(int tile) {
     const Window& w = m_args.window;
-    m_first_feature = w.of_values ? 0 : m_tile * w.features;
-    m_first_value = w.of_values ? m_tile * w.values : 0;
+    m_first_feature = w.first_feature(tile);
+    m_first_value = w.first_value(tile);
     const int features = m_args.features - m_first_feature, values = m_args.dv - m_first_value;
     m_features = features < w.features ? features : w.features;
     m_dv = values < w.values ? values : w.values;
@@ -253,12 +252,13 @@ class Walker {
     const std::int64_t first = offset() - keys.begin;
     return first < 0 ? 0 : static_cast<int>(first < keys.rows ? first : keys.rows);
   }
+
   // ---- rows of the caller ---------------------------------------------------------------------
 
   /// Position in the tensors of k and v of the first row of a chunk.
   KOKKOS_FUNCTION std::int64_t key_begin(Chunk keys) const { return m_sequence.k_begin + keys.begin; }
   KOKKOS_FUNCTION bool all_visible(Chunk keys) const {
-    if (!Team::on_host || m_visible.everything()) return Team::on_host;  // asked for rows in place only
+    if (m_visible.everything()) return true;
     bool all = true;
     for (int r = 0; r < keys.rows; ++r) all = all && m_visible(keys.begin + r);
     return all;
@@ -291,7 +291,7 @@ class Walker {
               [=](int r) {
                 const S* x = from + r * row;
                 A* to = staging + r * ld;
-                return [=](int j) { to[j] = widen<A>(x[j * element]); };
+                return [=](int j) { to[j] = static_cast<A>(x[j * element]); };
               },
               [=](int r) { return [=](int j) { staging[r * ld + j] = A(0); }; });
         });
@@ -315,9 +315,9 @@ class Walker {
             [=](int r) {
               const A* x = tile + r * ld;
               S* here = to + r * row;
-              return [=](int j) { here[j * element] = narrow<S>(x[j]); };
+              return [=](int j) { here[j * element] = static_cast<S>(x[j]); };
             },
-            [=](int r) { return [=](int j) { to[r * row + j * element] = narrow<S>(A(0)); }; });
+            [=](int r) { return [=](int j) { to[r * row + j * element] = static_cast<S>(A(0)); }; });
       });
     });
     m_team.barrier();
@@ -1187,7 +1187,7 @@ class Walker {
     m_key_target = {.c = m_tiles.out, .ldc = m_tiles.ldr};
     m_value_target = {.c = m_tiles.value_gradients, .ldc = m_tiles.ldv};
     m_keys_direct = m_values_direct = false;
-    if (m_args.group > 1 || !all_visible(keys)) return;
+    if (!Team::on_host || m_args.group > 1 || !all_visible(keys)) return;
     if constexpr (IdentityFeatureMap<KeyMap>) {
       if (m_args.d_k && in_place(m_args.d_k, keys.rows, m_features)) {
         m_keys_direct = true;
@@ -1350,7 +1350,7 @@ class Walker {
   bool m_transposed;
   Walk m_walk{};
   std::int64_t m_task = 0, m_segment = 0, m_unit = 0, m_member = 0, m_kv_head = 0;
-  int m_tile = 0, m_first_feature = 0, m_features = 0, m_first_value = 0, m_dv = 0;
+  int m_first_feature = 0, m_features = 0, m_first_value = 0, m_dv = 0;
   Sequence m_sequence{};
   Visibility m_visible{};
   std::int64_t m_loaded_interval = -1;
