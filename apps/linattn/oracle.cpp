@@ -63,6 +63,31 @@ std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
   return gradients;
 }
 
+/// What has members o, q, k, v, alpha and beta: o alone where there is no cotangent.
+template <class Set>
+Results results_of(const Job& job, const Set& set) {
+  Results results{o_of(job, set.o), {}, {}};
+  if (job.d_o != nullptr) results.gradients = gradients_of(job, set);
+  return results;
+}
+
+Results reference_of(const Job& job, const DenseJob& dense) {
+  Results results{o_of(job, reference::forward(job.problem, dense.settings, dense.tensors)), {}, {}};
+  if (job.d_o != nullptr)
+    results.gradients = gradients_of(
+        job, reference::backward(job.problem, dense.settings, dense.tensors, dense.cotangent));
+  return results;
+}
+
+/// The reference, and what effects_of(dense job) says of each element; a missing cotangent is 0.
+template <class EffectsOf>
+RoundedReference with_effects(const Job& job, const EffectsOf& effects_of) {
+  DenseJob dense(job);
+  const Results values = reference_of(job, dense);
+  if (job.d_o == nullptr) dense.cotangent.assign(static_cast<std::size_t>(values.o.size()), 0);
+  return {values, results_of(job, effects_of(dense))};
+}
+
 }  // namespace
 
 double reference_work(const Problem& p) noexcept {
@@ -86,44 +111,26 @@ std::string reference_obstacle(const Job& job) {
   return reference_obstacle(job.variant, job.problem);
 }
 
-Results compute_reference(const Job& job) {
-  const DenseJob dense(job);
-  Results results{
-      o_of(job, reference::forward(job.problem, dense.settings, dense.tensors)), {}, {}};
-  if (job.d_o != nullptr)
-    results.gradients = gradients_of(
-        job, reference::backward(job.problem, dense.settings, dense.tensors, dense.cotangent));
-  return results;
-}
+Results compute_reference(const Job& job) { return reference_of(job, DenseJob(job)); }
 
 RoundedReference compute_rounded_reference(const Job& job, Scalar scalar) {
-  RoundedReference result{compute_reference(job), {}};
-  DenseJob dense(job);
-  if (job.d_o == nullptr)
-    dense.cotangent.assign(static_cast<std::size_t>(result.values.o.size()), 0);
-  const double unit = scalar == Scalar::f16 ? 0x1p-11 : 0x1p-8;
-  const auto effects =
-      reference::rounded_output_effects(job.problem, dense.settings, dense.tensors, dense.cotangent,
-                                        unit, least_step(scalar, "o") / 2);
-  result.effects = {o_of(job, effects.o), {}, {}};
-  if (job.d_o != nullptr) result.effects.gradients = gradients_of(job, effects);
-  return result;
+  return with_effects(job, [&](const DenseJob& dense) {
+    const double unit = scalar == Scalar::f16 ? 0x1p-11 : 0x1p-8;
+    return reference::rounded_output_effects(job.problem, dense.settings, dense.tensors,
+                                             dense.cotangent, unit, least_step(scalar, "o") / 2);
+  });
 }
 
 RoundedReference compute_conditioned_reference(const Job& job, Scalar scalar) {
-  RoundedReference result{compute_reference(job), {}};
-  DenseJob dense(job);
-  if (job.d_o == nullptr)
-    dense.cotangent.assign(static_cast<std::size_t>(result.values.o.size()), 0);
-  auto magnitudes =
-      reference::magnitudes(job.problem, dense.settings, dense.tensors, dense.cotangent);
-  const double unit = conditioned_roundings * (scalar == Scalar::f64 ? 0x1p-53 : 0x1p-24);
-  for (auto* values : {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v,
-                       &magnitudes.alpha, &magnitudes.beta})
-    for (double& value : *values) value *= unit;
-  result.effects = {o_of(job, magnitudes.o), {}, {}};
-  if (job.d_o != nullptr) result.effects.gradients = gradients_of(job, magnitudes);
-  return result;
+  return with_effects(job, [&](const DenseJob& dense) {
+    auto magnitudes =
+        reference::magnitudes(job.problem, dense.settings, dense.tensors, dense.cotangent);
+    const double unit = conditioned_roundings * (scalar == Scalar::f64 ? 0x1p-53 : 0x1p-24);
+    for (auto* values : {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v,
+                         &magnitudes.alpha, &magnitudes.beta})
+      for (double& value : *values) value *= unit;
+    return magnitudes;
+  });
 }
 
 }  // namespace LinAttn::app
