@@ -2,8 +2,8 @@
 
 // What profiling tools see of a call: labels, regions, instances, copies, allocations and fences.
 
-#include "attention_case.hpp"
 #include "events.hpp"
+#include "one_step.hpp"
 #include "spaces.hpp"
 
 namespace {
@@ -55,72 +55,19 @@ class Prepared {
   Gradients<ExecSpace, T> m_gradients;
 };
 
-/// One token, from a state to another and in place; its memory exists before it is watched.
+/// One token whose memory exists before it is watched.
 template <class T, class ExecSpace, Variant V>
 class PreparedStep {
  public:
-  using A = accumulator_t<T>;
-
   PreparedStep(const Problem& p, const ExecSpace& exec)
-      : m_case(random_case<T, V>(p, {})),
-        m_exec(exec),
-        m_alpha{{static_cast<std::int64_t>(m_case.alpha.size())}, Layout::right},
-        m_beta{{static_cast<std::int64_t>(m_case.beta.size())}, Layout::right},
-        m_q{{p.batch, p.heads, p.d}, Layout::right},
-        m_k{{p.batch, p.kv_heads, p.d}, Layout::right},
-        m_v{{p.batch, p.kv_heads, p.dv}, Layout::right},
-        m_o{{p.batch, p.heads, p.dv}, Layout::right},
-        m_before(p),
-        m_after(p) {
-    m_alpha.set(m_case.alpha);
-    m_beta.set(m_case.beta);
-    m_q.set(m_case.q);
-    m_k.set(m_case.k);
-    m_v.set(m_case.v);
-    const auto elements = static_cast<std::size_t>(p.batch * p.kv_heads * p.d);
-    m_before.S.set(std::vector<double>(elements * static_cast<std::size_t>(p.dv), 0.5));
-    m_before.z.set(std::vector<double>(elements, 2.0));
-    m_before.shift.set(std::vector<int>(elements, 1));
-    m_variant = make_variant<V>(m_alpha.view(), m_beta.view());
-    m_arena.emplace(workspace_size<T>(m_exec, m_variant, p, Pass::step));
-  }
+      : m_step(p, exec), m_arena(m_step.workspace_bytes()) {}
 
-  void step() const {
-    LinAttn::step<T>(m_exec, m_variant, token(), m_before.ref().as_const(), m_after.ref(),
-                     m_o.ref(), m_arena->workspace());
-  }
-  void step_in_place() const {
-    LinAttn::step_in_place<T>(m_exec, m_variant, token(), m_before.ref(), m_o.ref(),
-                              m_arena->workspace());
-  }
+  void step() const { m_step.step(m_arena.workspace()); }
+  void step_in_place() const { m_step.step_in_place(m_arena.workspace()); }
 
  private:
-  struct StateOf {
-    explicit StateOf(const Problem& p)
-        : S{{p.batch, p.kv_heads, p.d, p.dv}, Layout::right},
-          z{{p.batch, p.kv_heads, p.d}, Layout::right},
-          shift{{p.batch, p.kv_heads, p.d}, Layout::right} {}
-    State<ExecSpace, T> ref() const {
-      State<ExecSpace, T> result{.S = S.ref(), .z = z.ref()};
-      if (is_scaled<V>) result.shift = shift.ref();
-      return result;
-    }
-    PlacedTensor<A, 4, ExecSpace> S;
-    PlacedTensor<A, 3, ExecSpace> z;
-    PlacedTensor<int, 3, ExecSpace> shift;
-  };
-
-  Token<ExecSpace, T> token() const {
-    return {.q = m_q.input(), .k = m_k.input(), .v = m_v.input()};
-  }
-
-  Case m_case;
-  ExecSpace m_exec;
-  PlacedTensor<double, 1, ExecSpace> m_alpha, m_beta;
-  PlacedTensor<T, 3, ExecSpace> m_q, m_k, m_v, m_o;
-  StateOf m_before, m_after;
-  V m_variant;
-  std::optional<Arena<ExecSpace>> m_arena;
+  OneStep<T, ExecSpace, V> m_step;
+  Arena<ExecSpace> m_arena;
 };
 
 template <class C>

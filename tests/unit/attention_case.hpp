@@ -224,6 +224,32 @@ struct Wanted {
   bool q = true, k = true, v = true, query_parameter = true, key_parameter = true, state = true;
 };
 
+/// A state of a problem in memory.
+template <class T, class ExecSpace, Variant V>
+struct PlacedState {
+  PlacedTensor<accumulator_t<T>, 4, ExecSpace> S;
+  PlacedTensor<accumulator_t<T>, 3, ExecSpace> z;
+  PlacedTensor<int, 3, ExecSpace> shift;
+
+  PlacedState() = default;
+  PlacedState(const Problem& p, std::int64_t features, Layout layout)
+      : S{{p.sequences(), p.kv_heads, features, p.dv}, layout},
+        z{{p.sequences(), p.kv_heads, features}, layout},
+        shift{{p.sequences(), p.kv_heads, features}, layout} {}
+
+  State<ExecSpace, T> ref() const {
+    State<ExecSpace, T> result{.S = S.ref(), .z = z.ref()};
+    if (is_scaled<V>) result.shift = shift.ref();
+    return result;
+  }
+  void set(const StateValues& values) {
+    S.set(values.S);
+    z.set(values.z);
+    if (!values.shift.empty()) shift.set(values.shift);
+  }
+  bool guards_intact() { return S.guards_intact() && z.guards_intact() && shift.guards_intact(); }
+};
+
 /// A call of the engine with all its memory. Every output starts as NaN, every tensor lies between
 /// NaNs, and the workspace has exactly the bytes asked for, all set to NaN.
 template <class T, class ExecSpace, Variant V>
@@ -258,31 +284,13 @@ class Attention {
   PlacedTensor<double, 1, ExecSpace> alpha, beta, d_alpha, d_beta;
   PlacedTensor<std::uint8_t, 2, ExecSpace> mask;
 
-  struct PlacedState {
-    PlacedTensor<A, 4, ExecSpace> S;
-    PlacedTensor<A, 3, ExecSpace> z;
-    PlacedTensor<int, 3, ExecSpace> shift;
-
-    State<ExecSpace, T> ref() const {
-      State<ExecSpace, T> result{.S = S.ref(), .z = z.ref()};
-      if (is_scaled<V>) result.shift = shift.ref();
-      return result;
-    }
-    void set(const StateValues& values) {
-      S.set(values.S);
-      z.set(values.z);
-      if (!values.shift.empty()) shift.set(values.shift);
-    }
-    bool guards_intact() { return S.guards_intact() && z.guards_intact() && shift.guards_intact(); }
-  };
-  PlacedState initial, last, d_initial, d_last;
+  PlacedState<T, ExecSpace, V> initial, last, d_initial, d_last;
 
  private:
   static SequenceOffsets offsets(const std::vector<std::int64_t>& values) {
     return {values.data(), {static_cast<std::int64_t>(values.size())}, {1}};
   }
 
-  std::int64_t m_features = 0;
   const Case& m_case;
   Options m_options;
   ExecSpace m_exec;
@@ -316,23 +324,15 @@ Attention<T, ExecSpace, V>::Attention(const Case& c, const Options& options, con
     mask = {{p.batch, p.nk}, at.mask};
     mask.set(c.key_mask);
   }
-  const std::int64_t m = p.sequences();
-  m_features = feature_count(variant().key_map(), p.d);
-  const std::array<std::int64_t, 4> values{m, p.kv_heads, m_features, p.dv};
-  const std::array<std::int64_t, 3> sums{m, p.kv_heads, m_features};
-  const auto place = [&](auto& state, Layout layout) {
-    state.S = {values, layout};
-    state.z = {sums, layout};
-    state.shift = {sums, layout};
-  };
-  place(last, at.state);
+  const std::int64_t features = feature_count(variant().key_map(), p.d);
+  last = {p, features, at.state};
   if (c.initial) {
-    place(initial, at.state);
-    place(d_initial, at.d_state);
+    initial = {p, features, at.state};
+    d_initial = {p, features, at.d_state};
     initial.set(*c.initial);
   }
   if (c.last_cotangent) {
-    place(d_last, at.d_state);
+    d_last = {p, features, at.d_state};
     d_last.set(*c.last_cotangent);
   }
 }
@@ -588,25 +588,21 @@ inline std::string describe(const Problem& problem, const Options& options) {
       const LinAttn::test_support::Case&, const LinAttn::test_support::Outcome<T>&,     \
       const LinAttn::test_support::Expected<LinAttn::test_support::oracle_t<T>>&, int);
 #if defined(LINATTN_TEST_FEW)
-#define LINATTN_TEST_INSTANTIATE(PREFIX, V)                           \
-  LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)  \
-  LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V) \
-  LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, float, V)                \
+#define LINATTN_TEST_SPACES LINATTN_FOR_SERIAL
+#else
+#define LINATTN_TEST_SPACES LINATTN_FOR_ALL_SPACES
+#endif
+#define LINATTN_TEST_INSTANTIATE(PREFIX, V)                            \
+  LINATTN_TEST_SPACES(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)  \
+  LINATTN_TEST_SPACES(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V) \
+  LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, float, V)                 \
   LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, double, V)
+#if defined(LINATTN_TEST_FEW)
 #define LINATTN_TEST_INSTANTIATE_ALL(PREFIX)          \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity) \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Elu)      \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)
 #else
-#define LINATTN_TEST_INSTANTIATE(PREFIX, V)                           \
-  LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)  \
-  LINATTN_FOR_SERIAL(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V) \
-  LINATTN_FOR_OPENMP(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)  \
-  LINATTN_FOR_OPENMP(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V) \
-  LINATTN_FOR_CUDA(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, float, V)    \
-  LINATTN_FOR_CUDA(LINATTN_TEST_INSTANTIATE_ONE, PREFIX, double, V)   \
-  LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, float, V)                \
-  LINATTN_TEST_INSTANTIATE_REFERENCE(PREFIX, double, V)
 #define LINATTN_TEST_INSTANTIATE_ALL(PREFIX)           \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity)  \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Elu)       \

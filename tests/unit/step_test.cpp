@@ -24,31 +24,16 @@ class Decoder {
   Decoder(const Case& c, const Options& options, Layout layout)
       : m_case(c), m_options{options.normalise, options.scale}, m_layout(layout) {
     const Problem& p = c.problem;
-    m_features = feature_count(V{}.key_map(), p.d);
     m_problem = {p.batch, p.heads, p.kv_heads, 1, 1, p.d, p.dv};
     o = {{p.batch, p.heads, p.dv}, layout};
     alpha = {{static_cast<std::int64_t>(c.alpha.size())}, Layout::right};
     beta = {{static_cast<std::int64_t>(c.beta.size())}, Layout::right};
     alpha.set(c.alpha);
     beta.set(c.beta);
-    for (StateOf* s : {&before, &after}) {
-      s->S = {{p.batch, p.kv_heads, m_features, p.dv}, layout};
-      s->z = {{p.batch, p.kv_heads, m_features}, layout};
-      s->shift = {{p.batch, p.kv_heads, m_features}, layout};
-    }
+    const std::int64_t features = feature_count(V{}.key_map(), p.d);
+    before = {p, features, layout};
+    after = {p, features, layout};
   }
-
-  struct StateOf {
-    Placed<A, 4> S;
-    Placed<A, 3> z;
-    Placed<int, 3> shift;
-    State<ExecSpace, T> ref() const {
-      State<ExecSpace, T> result{.S = S.ref(), .z = z.ref()};
-      if (is_scaled<V>) result.shift = shift.ref();
-      return result;
-    }
-    bool guards_intact() { return S.guards_intact() && z.guards_intact() && shift.guards_intact(); }
-  };
 
   V variant() const { return make_variant<V>(alpha.view(), beta.view()); }
   std::size_t bytes() const {
@@ -100,7 +85,7 @@ class Decoder {
 
   Placed<T, 3> o;
   Placed<double, 1> alpha, beta;
-  StateOf before, after;
+  PlacedState<T, ExecSpace, V> before, after;
 
  private:
   const Case& m_case;
@@ -108,7 +93,6 @@ class Decoder {
   Layout m_layout;
   ExecSpace m_exec;
   Problem m_problem;
-  std::int64_t m_features = 0;
 };
 
 template <class C>

@@ -2,7 +2,7 @@
 
 // The workspace: enough is what the query says, its content and its address do not matter.
 
-#include "attention_case.hpp"
+#include "one_step.hpp"
 #include "spaces.hpp"
 
 namespace {
@@ -65,73 +65,6 @@ TYPED_TEST(WorkspaceUse, CanBeReused) {
   exec.fence();
   EXPECT_TRUE(same_bits(one.outcome(), expected));
 }
-
-/// One token from one given state to another: what a step leaves, with a workspace of the caller.
-template <class T, class ExecSpace, class V>
-class OneStep {
- public:
-  using A = accumulator_t<T>;
-
-  explicit OneStep(const Problem& p)
-      : m_problem(p),
-        m_case(random_case<T, V>(p, {})),
-        m_alpha{{static_cast<std::int64_t>(m_case.alpha.size())}, Layout::right},
-        m_beta{{static_cast<std::int64_t>(m_case.beta.size())}, Layout::right},
-        m_q{{p.batch, p.heads, p.d}, Layout::right},
-        m_k{{p.batch, p.kv_heads, p.d}, Layout::right},
-        m_v{{p.batch, p.kv_heads, p.dv}, Layout::right},
-        m_o{{p.batch, p.heads, p.dv}, Layout::right},
-        m_S{{p.batch, p.kv_heads, p.d, p.dv}, Layout::right},
-        m_last_S{m_S.extents(), Layout::right},
-        m_z{{p.batch, p.kv_heads, p.d}, Layout::right},
-        m_last_z{m_z.extents(), Layout::right},
-        m_shift{m_z.extents(), Layout::right},
-        m_last_shift{m_z.extents(), Layout::right} {
-    m_alpha.set(m_case.alpha);
-    m_beta.set(m_case.beta);
-    m_q.set(m_case.q);
-    m_k.set(m_case.k);
-    m_v.set(m_case.v);
-    Random random(seed());
-    const std::int64_t sums = p.batch * p.kv_heads * p.d;
-    m_S.set(random.normals(sums * p.dv));
-    m_z.set(random.uniforms(sums, 1, 2));
-    m_shift.set(std::vector<int>(static_cast<std::size_t>(sums), 1));
-  }
-
-  V variant() const { return make_variant<V>(m_alpha.view(), m_beta.view()); }
-  std::size_t workspace_bytes() const {
-    return workspace_size<T>(ExecSpace(), variant(), m_problem, Pass::step);
-  }
-
-  Outcome<T> outcome(const Workspace<ExecSpace>& workspace) {
-    const ExecSpace exec;
-    State<ExecSpace, T> before{.S = m_S.ref(), .z = m_z.ref()};
-    State<ExecSpace, T> after{.S = m_last_S.ref(), .z = m_last_z.ref()};
-    if (is_scaled<V>) {
-      before.shift = m_shift.ref();
-      after.shift = m_last_shift.ref();
-    }
-    step<T>(exec, variant(), {.q = m_q.input(), .k = m_k.input(), .v = m_v.input()},
-            before.as_const(), after, m_o.ref(), workspace);
-    exec.fence();
-    Outcome<T> result;
-    result.o = m_o.get();
-    result.S = m_last_S.get();
-    result.z = m_last_z.get();
-    if (is_scaled<V>) result.shift = m_last_shift.get();
-    return result;
-  }
-
- private:
-  Problem m_problem;
-  Case m_case;
-  PlacedTensor<double, 1, ExecSpace> m_alpha, m_beta;
-  PlacedTensor<T, 3, ExecSpace> m_q, m_k, m_v, m_o;
-  PlacedTensor<A, 4, ExecSpace> m_S, m_last_S;
-  PlacedTensor<A, 3, ExecSpace> m_z, m_last_z;
-  PlacedTensor<int, 3, ExecSpace> m_shift, m_last_shift;
-};
 
 // A worker for each head, and windows of a large state.
 TYPED_TEST(WorkspaceUse, OfAStep) {
