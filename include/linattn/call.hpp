@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <linattn/dropout.hpp>
+#include <linattn/normaliser.hpp>
 #include <linattn/problem.hpp>
 #include <linattn/tensor.hpp>
 #include <optional>
@@ -16,15 +18,21 @@ namespace LinAttn {
 /// Sums over keys that stand before the first key (initial) or after the last one (final), one for each
 /// sequence and key/value head: S (M,Hkv,R,Dv), z (M,Hkv,R), where M is the batch or the number of packed
 /// members. Maps with exponential growth (lln) also have shift (M,Hkv,R): the true sums are 2^shift S and
-/// 2^shift z, |shift| <= 2^24, and gradients are with respect to S and z at that shift.
+/// 2^shift z, |shift| <= 2^24, and gradients are with respect to S and z at that shift. Variants with a constant
+/// in their weights (affine) also have t (M,Hkv,Dv), the sum of the values, and m (M), the number of keys;
+/// cotangents and gradients have no m.
 template <class ExecSpace, class A, class I>
 struct BasicState {
+  using Count = std::conditional_t<std::is_const_v<I>, const std::int64_t, std::int64_t>;
+
   TensorRef<A, 4, ExecSpace> S{};
   TensorRef<A, 3, ExecSpace> z{};
   TensorRef<I, 3, ExecSpace> shift{};
+  TensorRef<A, 3, ExecSpace> t{};
+  TensorRef<Count, 1, ExecSpace> m{};
 
   /// The same state where one is only read.
-  BasicState<ExecSpace, const A, const I> as_const() const { return {S, z, shift}; }
+  BasicState<ExecSpace, const A, const I> as_const() const { return {S, z, shift, t, m}; }
 };
 template <class ExecSpace, class T>
 using State = BasicState<ExecSpace, accumulator_t<T>, int>;
@@ -56,11 +64,17 @@ struct Inputs {
 /// gradient follows or rows are not normalised. `state`, if given, receives the sums after the last key;
 /// it may be the memory of the initial state where no backward() follows, which reads the initial state.
 /// For lln the row sum is relative to the largest exponent of the row, which backward() finds again.
+///
+/// With dropout `o` is what the noise has multiplied. `smallest` (M,H), if given, receives for each sequence and head
+/// where a row sum was smallest, for check(). `centred` (B,H,Nq,Dv), if given together with Options::center_v,
+/// receives o before the centre was added back and before noise; backward() is more accurate with it.
 template <class ExecSpace, class T>
 struct Saved {
   TensorRef<T, 4, ExecSpace> o{};
   TensorRef<accumulator_t<T>, 3, ExecSpace> denominator{};
   State<ExecSpace, T> state{};
+  TensorRef<NormaliserRecord, 2, ExecSpace> smallest{};
+  TensorRef<T, 4, ExecSpace> centred{};
 
   /// Bytes kept for the backward pass beside inputs and output.
   static std::size_t bytes(const Problem& p) {
@@ -76,8 +90,9 @@ struct Cotangents {
   ConstState<ExecSpace, T> state{};
 };
 
-/// Where backward() writes: gradients of q, k, v in their extents, of the variant's parameters, summed
-/// over the batch (query_parameter (H), key_parameter (Hkv)), and of S and z of the initial state.
+/// Where backward() writes: gradients of q, k, v in their extents, of the variant's parameters, summed over the batch
+/// (query_parameter (H), key_parameter (Hkv); affine: a is the query's, and constant (H) is that of b, scale (H) that
+/// of the score scale, to be summed over heads as it is one for all), and of S, z and t of the initial state.
 /// Those left out are not computed. Of `state` the shift is ignored: S and z are those at the shift of
 /// the initial state.
 template <class ExecSpace, class T>
@@ -88,6 +103,8 @@ struct Gradients {
   TensorRef<double, 1, ExecSpace> query_parameter{};
   TensorRef<double, 1, ExecSpace> key_parameter{};
   State<ExecSpace, T> state{};
+  TensorRef<double, 1, ExecSpace> constant{};
+  TensorRef<double, 1, ExecSpace> scale{};
 };
 
 /// How to attend. backward() must be given what forward() was given.
@@ -101,6 +118,14 @@ struct Options {
   /// Products of floats may use tensor cores where there are some, which round their factors to TF32, 11
   /// significant bits (those of float16 and bfloat16 tensors have no more). Sums stay in float.
   bool allow_tf32 = false;
+  Dropout dropout{};  ///< noise on the output, in training
+  /// What becomes of row sums that nearly vanish, with the limit of |s| / m; of normalised rows, and not of lln,
+  /// whose row sums cannot vanish.
+  SmallNormaliser small_normaliser = SmallNormaliser::check;
+  double least_normaliser = 1e-6;
+  /// Values are taken relative to the first that is visible, and o gets it back: rows are weighted means, so this
+  /// changes rounding only, for values with a large common offset. For normalised rows without states.
+  bool center_v = false;
 };
 
 /// What step() reads of one new token of every sequence: q (B,H,D), k (B,Hkv,D), v (B,Hkv,Dv) and, optional,
