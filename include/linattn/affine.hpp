@@ -43,13 +43,6 @@ struct NormalisedMap {
     T rate;
     T eps;
     bool per_row;
-    /// 1 / sqrt(squares + eps), or `of_sequence` where rows have no factor of their own.
-    KOKKOS_FORCEINLINE_FUNCTION T row_factor(T squares, T of_sequence) const {
-      using std::sqrt;
-      if (!per_row) return of_sequence;
-      const T sum = squares + eps;
-      return sum == T(0) ? T(1) : T(1) / sqrt(sum);
-    }
   };
 
   template <class T>

@@ -112,6 +112,14 @@ void backward(const ExecSpace& exec, const V& variant,
   backward<T>(exec, variant, inputs, saved, Cotangents<ExecSpace, T>{d_o, {}}, gradients, options);
 }
 
+/// Waits for the kernels of a forward() that was given `saved` and these options, and refuses rows that divide by
+/// next to nothing. Does nothing unless `saved.smallest` is given and options.small_normaliser is check.
+///
+/// \throws InvalidArgument naming sequence, head, row and value where |s| / m < options.least_normaliser, s a row sum
+/// and m the keys that the row sees, or where s is not finite
+template <class T, class ExecSpace>
+void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Options& options = {});
+
 /// One new token of every sequence: o (B,H,Dv) given the sums over all earlier keys, and the sums with its own.
 ///
 ///     S' = S + phi(k) v^T     z' = z + phi(k)     o = S'^T phi(q) / (z' . phi(q))
@@ -147,7 +155,9 @@ void step_in_place(const ExecSpace& exec, const V& variant, const std::type_iden
 
 namespace LinAttn {
 namespace detail {
-inline StepOptions step_options(const Options& options) { return {options.normalise, options.scale}; }
+inline StepOptions step_options(const Options& options) {
+  return {options.normalise, options.scale, options.small_normaliser, options.least_normaliser};
+}
 }  // namespace detail
 
 template <class T, class ExecSpace, Variant V>
@@ -183,7 +193,9 @@ void forward(const ExecSpace& exec, const V& variant,
   call.use_workspace(workspace);
   const detail::Region region("LinAttn::forward");
   call.bind(inputs, saved);
-  call.enter_state("final state", saved.state, call.arguments().last);
+  call.enter_state("final state", saved.state, call.arguments().last, true);
+  call.enter_record(saved.smallest);
+  call.enter_centred(saved.centred);
   call.launch_forward();
 }
 
@@ -208,21 +220,23 @@ void backward(const ExecSpace& exec, const V& variant,
     detail::require_output("gradient of k", gradients.k, {p.batch, p.kv_heads, p.nk, p.d});
   if (gradients.v.present())
     detail::require_output("gradient of v", gradients.v, {p.batch, p.kv_heads, p.nk, p.dv});
-  const auto require_parameter = [&](const char* side, const char* name, const auto& gradient,
+  const auto require_parameter = [&](const char* what, const char* name, const auto& gradient,
                                      std::int64_t heads) {
     if (!gradient.present()) return;
     if (!name)
-      throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " has no ", side,
-                                            " parameter to differentiate"));
+      throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " has no ", what, " to differentiate"));
     detail::require_output(name, gradient, {heads});
   };
-  require_parameter("query", V::query_parameter, gradients.query_parameter, p.heads);
-  require_parameter("key", V::key_parameter, gradients.key_parameter, p.kv_heads);
+  require_parameter("query parameter", V::query_parameter, gradients.query_parameter, p.heads);
+  require_parameter("key parameter", V::key_parameter, gradients.key_parameter, p.kv_heads);
+  require_parameter("constant", constant_parameter_name<V>(), gradients.constant, p.heads);
+  require_parameter("score scale", scale_parameter_name<V>(), gradients.scale, p.heads);
   call.use_workspace(workspace);
   const detail::Region region("LinAttn::backward");
   call.bind(inputs, saved);
-  call.enter_state("cotangent of the final state", cotangents.state, args.last_cotangent);
-  if (gradients.state.S.present() || gradients.state.z.present()) {
+  call.enter_state("cotangent of the final state", cotangents.state, args.last_cotangent, false);
+  call.enter_centred(saved.centred);
+  if (gradients.state.S.present() || gradients.state.z.present() || gradients.state.t.present()) {
     if (!args.initial.present)
       throw InvalidArgument("LinAttn: a gradient of the initial state is asked for, but there is none");
     State<ExecSpace, T> target = gradients.state;
@@ -230,15 +244,55 @@ void backward(const ExecSpace& exec, const V& variant,
     detail::require_output("gradient of z", target.z, {args.sequences, p.kv_heads, args.features});
     args.initial_gradient.values = decltype(args.initial_gradient.values)(target.S);
     args.initial_gradient.sums = decltype(args.initial_gradient.sums)(target.z);
+    if constexpr (has_constant_v<V>) {
+      detail::require_output("gradient of t", target.t, {args.sequences, p.kv_heads, p.dv});
+      args.initial_gradient.value_sums = decltype(args.initial_gradient.value_sums)(target.t);
+    }
     args.initial_gradient.present = true;
   }
   args.d_o = decltype(args.d_o)(cotangents.o);
   args.d_q = decltype(args.d_q)(gradients.q);
   args.d_k = decltype(args.d_k)(gradients.k);
   args.d_v = decltype(args.d_v)(gradients.v);
-  if (!gradients.query_parameter.present()) args.query_parameter_parts = nullptr;
-  if (!gradients.key_parameter.present()) args.key_parameter_parts = nullptr;
-  call.launch_backward(gradients.query_parameter, gradients.key_parameter);
+  call.launch_backward({.query_parameter = gradients.query_parameter,
+                        .key_parameter = gradients.key_parameter,
+                        .constant = gradients.constant,
+                        .scale = gradients.scale});
+}
+
+template <class T, class ExecSpace>
+void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Options& options) {
+  if (!saved.smallest.present() || options.small_normaliser != SmallNormaliser::check) return;
+  const auto& records = saved.smallest;
+  const auto sequences = static_cast<std::size_t>(records.extent(0)), heads = static_cast<std::size_t>(records.extent(1));
+  using Records = Kokkos::View<const NormaliserRecord**, Kokkos::LayoutStride, typename ExecSpace::memory_space,
+                               Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+  const Records device(records.data(), Kokkos::LayoutStride(sequences, static_cast<std::size_t>(records.stride(0)),
+                                                            heads, static_cast<std::size_t>(records.stride(1))));
+  const Kokkos::View<NormaliserRecord**, Kokkos::LayoutRight, typename ExecSpace::memory_space> packed(
+      Kokkos::view_alloc(exec, std::string("LinAttn::check::records"), Kokkos::WithoutInitializing), sequences, heads);
+  Kokkos::deep_copy(exec, packed, device);
+  const auto host = Kokkos::create_mirror_view(packed);
+  Kokkos::deep_copy(exec, host, packed);
+  detail::fence(exec, "LinAttn::check::records");
+  const NormaliserRecord* worst = nullptr;
+  std::size_t at_sequence = 0, at_head = 0;
+  for (std::size_t s = 0; s < sequences; ++s)
+    for (std::size_t h = 0; h < heads; ++h) {
+      const NormaliserRecord& record = host(s, h);
+      const bool smaller = !worst || (worst->ratio == worst->ratio && !(record.ratio >= worst->ratio));
+      if (record.row < 0 || !smaller) continue;
+      worst = &record;
+      at_sequence = s;
+      at_head = h;
+    }
+  if (!worst || worst->ratio >= options.least_normaliser) return;
+  throw InvalidArgument(detail::message(
+      "LinAttn: the row sum of sequence ", at_sequence, ", head ", at_head, ", row ", worst->row,
+      worst->ratio == worst->ratio
+          ? detail::message(" is ", worst->ratio, " for each key, expected at least ", options.least_normaliser)
+          : detail::message(" is not a finite number"),
+      "; use qk_norm l2 (affine), a larger b / (a scale), or small_normaliser clamp"));
 }
 
 template <class T, class ExecSpace, Variant V>

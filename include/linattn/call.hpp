@@ -142,6 +142,8 @@ struct Token {
 struct StepOptions {
   std::optional<bool> normalise{};
   double scale = 1.0;
+  SmallNormaliser small_normaliser = SmallNormaliser::check;  ///< a step records nothing
+  double least_normaliser = 1e-6;
 };
 
 }  // namespace LinAttn

@@ -61,4 +61,5 @@ LINATTN_INSTANTIATE(extern, LinAttn::Elu)
 LINATTN_INSTANTIATE(extern, LinAttn::Relu)
 LINATTN_INSTANTIATE(extern, LinAttn::Quadratic)
 LINATTN_INSTANTIATE(extern, LinAttn::Lln)
+LINATTN_INSTANTIATE(extern, LinAttn::Affine)
 #endif

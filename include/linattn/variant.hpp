@@ -3,6 +3,7 @@
 
 #include <concepts>
 #include <linattn/feature_map.hpp>
+#include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
 #include <type_traits>
 
@@ -17,6 +18,15 @@ namespace LinAttn {
 ///
 /// It names itself, gives the two feature maps, and says whether it divides by the row sum by default.
 /// `query_parameter` and `key_parameter` name the scalar of the map for each head, or are nullptr.
+///
+/// It may also offer (see Affine):
+///
+///     static constexpr const char* constant_parameter;  Parameter constant() const;
+///         a constant b, one for each query head: w_ij = phi_q(q_i) . phi_k(k_j) + b. States then have t and m
+///     static constexpr const char* scale_parameter;
+///         the name of NormalisedMap::factor of the query map, differentiable and the same for all heads
+///     V resolved(const Problem&) const;       the variant with defaults that depend on the extents filled in
+///     void validate(Pass, bool causal) const; throws InvalidArgument for members that do not go together
 template <class V>
 concept Variant = requires(const V& variant) {
   { V::name } -> std::convertible_to<const char*>;
@@ -26,6 +36,27 @@ concept Variant = requires(const V& variant) {
   { variant.query_map() } -> FeatureMap;
   { variant.key_map() } -> FeatureMap;
 };
+
+/// Whether weights have a constant, and its name (nullptr where they have none).
+template <class V>
+inline constexpr bool has_constant_v = requires(const V& variant) {
+  { variant.constant() } -> std::convertible_to<Parameter>;
+};
+template <class V>
+constexpr const char* constant_parameter_name() {
+  if constexpr (has_constant_v<V>)
+    return V::constant_parameter;
+  else
+    return nullptr;
+}
+/// Name of the differentiable score scale, or nullptr.
+template <class V>
+constexpr const char* scale_parameter_name() {
+  if constexpr (requires { V::scale_parameter; })
+    return V::scale_parameter;
+  else
+    return nullptr;
+}
 
 template <Variant V>
 using query_map_t = std::remove_cvref_t<decltype(std::declval<const V&>().query_map())>;
@@ -46,11 +77,26 @@ struct SameMapVariant {
 
 namespace detail {
 
+template <Variant V>
+V resolved(const V& variant, const Problem& problem) {
+  if constexpr (requires { { variant.resolved(problem) } -> std::same_as<V>; })
+    return variant.resolved(problem);
+  else
+    return variant;
+}
+
 /// R, checked to agree between the two maps; parameters checked against the heads.
 template <class ExecSpace, Variant V>
-std::int64_t validate_variant(const V& variant, const Problem& problem) {
+std::int64_t validate_variant(const V& variant, const Problem& problem, Pass pass, bool causal) {
+  if constexpr (requires { variant.validate(pass, causal); }) variant.validate(pass, causal);
+  if constexpr (has_constant_v<V>)
+    Parameter(variant.constant()).template validate<ExecSpace>(V::constant_parameter, problem.heads);
+  if constexpr (NormalisedFeatureMap<query_map_t<V>>)
+    variant.query_map().rate.template validate<ExecSpace>(V::query_parameter ? V::query_parameter : "rate", problem.heads);
   static_assert(ScaledFeatureMap<query_map_t<V>> == ScaledFeatureMap<key_map_t<V>>,
                 "LinAttn: query and key map must both be scaled maps or both not be");
+  static_assert(!has_constant_v<V> || !ScaledFeatureMap<key_map_t<V>>,
+                "LinAttn: scaled maps cannot have a constant added to their weights");
   static_assert(!(RowFeatureMap<query_map_t<V>> && ParameterizedFeatureMap<query_map_t<V>>) &&
                     !(RowFeatureMap<key_map_t<V>> && ParameterizedFeatureMap<key_map_t<V>>),
                 "LinAttn: a row-wise map cannot have a differentiable parameter");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <linattn/affine.hpp>
 #include <linattn/variant.hpp>
 #include <string>
 #include <string_view>
@@ -53,7 +54,7 @@ struct VariantList {};
 
 /// Every shipped variant of the engine: one line here gives a variant its tests, command line, fixtures
 /// and benchmarks.
-using Variants = VariantList<Identity, Elu, Relu, Quadratic, Lln>;
+using Variants = VariantList<Identity, Elu, Relu, Quadratic, Lln, Affine>;
 
 namespace detail {
 template <class... V, class Body>

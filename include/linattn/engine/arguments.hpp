@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <linattn/dropout.hpp>
 #include <linattn/half.hpp>
+#include <linattn/noise.hpp>
+#include <linattn/normaliser.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/state.hpp>
 #include <linattn/tensor.hpp>
@@ -106,13 +109,23 @@ struct RowTensor {
   KOKKOS_FORCEINLINE_FUNCTION explicit operator bool() const { return data != nullptr; }
 };
 
-/// A state of the caller: values (sequence, head, feature) -> row of Dv, sums and shifts per feature.
+/// A state of the caller: values (sequence, head, feature) -> row of Dv, sums and shifts per feature, sums of values,
+/// numbers of keys.
 template <class A, class I>
 struct CallerState {
+  using Count = std::conditional_t<std::is_const_v<I>, const std::int64_t, std::int64_t>;
+
   RowTensor<A> values{};
   RowTensor<A> sums{};
   RowTensor<I> shifts{};
+  RowTensor<A> value_sums{};
+  Count* counts = nullptr;
+  std::int64_t count_stride = 0;
   bool present = false;
+
+  KOKKOS_FORCEINLINE_FUNCTION std::int64_t count(std::int64_t sequence) const {
+    return counts ? counts[sequence * count_stride] : 0;
+  }
 };
 
 /// The part of a state that one worker keeps: all of it, or a window of its columns (`of_values`, each
@@ -131,13 +144,15 @@ struct Window {
 
 /// States of segments in the workspace, one for each task: (sequence, key/value head), window, segment.
 ///
-/// `values` holds the window of S (features first; or its transpose), `sums` that of z. `shifts` are those
+/// `values` holds the window of S (features first; or its transpose), `sums` that of z, `value_sums` that of t, if
+/// there is one. `shifts` are those
 /// of all features of the segment alone; `carried_shifts` those of the state that enters the segment,
 /// written by the scan.
 template <class A>
 struct SegmentStates {
   A* values = nullptr;
   A* sums = nullptr;
+  A* value_sums = nullptr;
   int* shifts = nullptr;
   int* carried_shifts = nullptr;
   KOKKOS_FORCEINLINE_FUNCTION explicit operator bool() const { return sums != nullptr; }
@@ -173,6 +188,18 @@ struct Arguments {
   bool host = true;  // workers are threads of the host
   A scale = A(1);
 
+  bool has_constant = false;        // weights have a constant, states t and m
+  Parameter constant = 0.0;         // of each query head
+  Dropout dropout{};                // with the heads and queries of the whole filled in
+  bool clamp = false;               // small row sums are replaced
+  A least_normaliser = A(0);
+  bool center_v = false;
+  StoredTensor<A> centred{};        // o before centre and noise
+  const A* query_factors = nullptr;  // (sequence, head): 1 / largest norm, for maps that divide by it
+  const A* key_factors = nullptr;    // (sequence, key/value head)
+  bool may_record = false;               // small row sums may be asked for
+  NormaliserRecord* records = nullptr;  // (task, group); nullptr: they are not
+
   Plan plan{};
   Window window{};                     // of the kernel at hand
   bool wants_keys = true;              // key_gradient: dK, the key parameter, dL/d(initial state)
@@ -184,6 +211,7 @@ struct Arguments {
   std::int64_t shift_entries = 0;      // entries of the table for one (sequence, key/value head)
   double* query_parameter_parts = nullptr;  // (task, group)
   double* key_parameter_parts = nullptr;    // (task)
+  double* constant_parts = nullptr;         // (task, group)
 
   KOKKOS_FORCEINLINE_FUNCTION std::int64_t chunks(std::int64_t tokens) const {
     return (tokens + plan.chunk - 1) / plan.chunk;
@@ -195,6 +223,9 @@ struct Arguments {
   KOKKOS_FORCEINLINE_FUNCTION std::int64_t state_size() const {
     return static_cast<std::int64_t>(window.features) * window.values;
   }
+  KOKKOS_FORCEINLINE_FUNCTION bool has_noise() const { return dropout.p > 0; }
+  /// Whether somebody asks how many keys a row sees.
+  KOKKOS_FORCEINLINE_FUNCTION bool counts_keys() const { return has_constant || clamp || may_record; }
   KOKKOS_FORCEINLINE_FUNCTION bool stores_native() const {
     return q.storage == Storage::native;  // all tensors of a call are stored alike
   }
@@ -236,6 +267,15 @@ struct Visibility {
   KOKKOS_FORCEINLINE_FUNCTION bool everything() const { return !nothing && !mask; }
 };
 
+/// Normals of one row of a window begin at a multiple of this many, if rows are not side by side.
+KOKKOS_FORCEINLINE_FUNCTION std::int64_t noise_stride(std::int64_t values) {
+  return (values + 3 + noise_block - 1) / noise_block * noise_block;
+}
+/// Numbers that hold the normals of `rows` rows, wherever the first stands among the four of its counter.
+KOKKOS_FORCEINLINE_FUNCTION std::int64_t noise_size(std::int64_t rows, std::int64_t values) {
+  return rows * noise_stride(values) + noise_block;
+}
+
 /// The walks a worker can be asked for.
 enum class Walk { key_state, output, query_gradient, query_state, key_gradient };
 
@@ -248,7 +288,7 @@ struct Tiles {
   A *values = nullptr, *values_t = nullptr;  // (C, Dv) and its transpose
   A *queries = nullptr;                      // (C, R)
   A *cotangents = nullptr;                   // (C, Dv): G, cotangent of the numerator
-  A *outputs = nullptr;                      // (C, Dv): rows of o, on the host
+  A *outputs = nullptr;                      // (C, Dv): rows of o, on the host or relative to a centre
   A *weights = nullptr;                      // (C, C): P_ij = phi_q(i) . phi_k(j)
   A *weight_cotangents = nullptr;            // (C, C): E_ij = dL / dP_ij
   A *out = nullptr;                          // numerators, or gradients of features
@@ -260,6 +300,12 @@ struct Tiles {
   A *one = nullptr;                          // 1
   A *staging = nullptr;                      // twice (C, D or Dv): rows of 16-bit storage as numbers
   double* parameter_terms = nullptr;         // (C)
+  A *value_sums = nullptr, *value_sums_low = nullptr;  // t, or what mirrors it
+  A *constants = nullptr;                      // (C): the constant of the head
+  A *row_counts = nullptr;                     // (C): keys that a row sees
+  A *centre = nullptr;                         // (Dv): what values are taken relative to
+  A *query_factors = nullptr, *key_factors = nullptr;  // (C): 1 / norm of rows
+  A *noise = nullptr;                          // normals of the rows of a chunk
   int *shift = nullptr, *new_shift = nullptr;  // (R), of all features
   int *running = nullptr;                      // (C, R) shift up to each key
   int *starts = nullptr;                       // (interval, R) shift before each chunk
@@ -267,7 +313,8 @@ struct Tiles {
 
   /// Tiles for `walk` with the window of `args`.
   template <class Args>
-  KOKKOS_FUNCTION Tiles(ArenaCursor& arena, const Args& args, Walk walk, bool transposed, bool scaled) {
+  KOKKOS_FUNCTION Tiles(ArenaCursor& arena, const Args& args, Walk walk, bool transposed, bool scaled,
+                        bool normalised_rows) {
     const int c = padded_rows(args.plan.chunk);
     const int r = padded_rows(args.window.features);
     const int v = padded_rows(args.window.values);
@@ -300,7 +347,7 @@ struct Tiles {
     }
     if (has_queries && walk != Walk::output) {
       cotangents = arena.take<A>(std::int64_t(c) * ldv);
-      if (args.host) outputs = arena.take<A>(std::int64_t(c) * ldv);
+      if (args.host || args.center_v) outputs = arena.take<A>(std::int64_t(c) * ldv);
     }
     if (walk == Walk::output || walk == Walk::key_gradient)
       weights = arena.take<A>(std::int64_t(c) * ldc);
@@ -312,6 +359,16 @@ struct Tiles {
     }
     if (walk == Walk::output) out = arena.take<A>(std::int64_t(c) * ldv);
     if (walk == Walk::key_gradient) value_gradients = arena.take<A>(std::int64_t(c) * ldv);
+    if (args.has_constant) {
+      value_sums = arena.take<A>(ldv);
+      if (args.plan.compensated) value_sums_low = arena.take<A>(ldv);
+      constants = arena.take<A>(c);
+    }
+    if (args.counts_keys()) row_counts = arena.take<A>(c);
+    if (args.center_v) centre = arena.take<A>(ldv);
+    if (normalised_rows && has_keys) key_factors = arena.take<A>(c);
+    if (normalised_rows && has_queries) query_factors = arena.take<A>(c);
+    if (args.has_noise() && has_queries) noise = arena.take<A>(noise_size(c, args.window.values));
     if (!args.stores_native()) staging = arena.take<A>(2 * std::int64_t(c) * ld_staging);
     if (scaled) {
       shift = arena.take<int>(ld_shift);

@@ -51,6 +51,7 @@ template <class ExecSpace, Walk Kind, class A, class QueryMap, class KeyMap>
 struct WalkKernel {
   using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
+  static constexpr bool normalised_rows = NormalisedFeatureMap<KeyMap>;
 
   Args args;
   bool transposed;
@@ -75,7 +76,7 @@ struct WalkKernel {
              [&](int i) { reinterpret_cast<int*>(memory)[i] = 0; });
     team.barrier();
     ArenaCursor arena(memory);
-    const Tiles<A> tiles(arena, args, Kind, transposed, scaled);
+    const Tiles<A> tiles(arena, args, Kind, transposed, scaled, normalised_rows);
     if (tiles.one && team.rank() == 0) *tiles.one = A(1);
     team.barrier();
     Walker<Team, A, QueryMap, KeyMap> walker(team, args, tiles, transposed);
@@ -197,11 +198,19 @@ Problem problem_of(const Inputs<ExecSpace, T>& in) {
   return p;
 }
 
+/// Which parts the states of a variant have beside S and z.
+struct StateParts {
+  bool shift = false;
+  bool value_sum = false;
+  bool count = false;  // not of cotangents and gradients
+};
+
 /// A state of the caller, checked, for kernels; nothing where none was given.
 template <class StateRef, class Caller>
 void bind_state(const char* name, const StateRef& state, std::int64_t sequences, std::int64_t kv_heads,
-                std::int64_t features, std::int64_t dv, bool scaled, Caller& caller) {
-  if (!state.S.present() && !state.z.present() && !state.shift.present()) return;
+                std::int64_t features, std::int64_t dv, StateParts parts, Caller& caller) {
+  if (!state.S.present() && !state.z.present() && !state.shift.present() && !state.t.present() && !state.m.present())
+    return;
   const auto require = [&](const char* part, const auto& tensor, const auto& shape) {
     if constexpr (std::is_const_v<typename std::remove_cvref_t<decltype(tensor)>::value_type>)
       require_shape(message(part, " of the ", name).c_str(), tensor, shape);
@@ -213,9 +222,18 @@ void bind_state(const char* name, const StateRef& state, std::int64_t sequences,
   require("z", state.z, per_feature);
   caller.values = decltype(caller.values)(state.S);
   caller.sums = decltype(caller.sums)(state.z);
-  if (scaled) {
+  if (parts.shift) {
     require("shift", state.shift, per_feature);
     caller.shifts = decltype(caller.shifts)(state.shift);
+  }
+  if (parts.value_sum) {
+    require("t", state.t, std::array<std::int64_t, 3>{sequences, kv_heads, dv});
+    caller.value_sums = decltype(caller.value_sums)(state.t);
+  }
+  if (parts.count) {
+    require("m", state.m, std::array<std::int64_t, 1>{sequences});
+    caller.counts = state.m.data();
+    caller.count_stride = state.m.stride(0);
   }
   caller.present = true;
 }
@@ -234,6 +252,18 @@ A finite_scale(double scale) {
     throw InvalidArgument(
         message("LinAttn: scale must be finite in the precision of the sums, found ", scale));
   return rounded;
+}
+
+/// Whether small row sums are replaced, the request checked.
+template <class A, Variant V>
+bool is_clamp(SmallNormaliser policy, double least, bool normalise) {
+  if (!(least >= 0) || !(static_cast<A>(least) - static_cast<A>(least) == A(0)))
+    throw InvalidArgument(message("LinAttn: least_normaliser must be finite and not negative, found ", least));
+  if (!normalise || policy != SmallNormaliser::clamp) return false;
+  if (ScaledFeatureMap<key_map_t<V>>)
+    throw InvalidArgument(message("LinAttn: row sums of ", V::name, " are relative to their largest exponent and "
+                                  "cannot vanish: small_normaliser clamp is not for it"));
+  return true;
 }
 
 template <class ExecSpace>
@@ -255,6 +285,10 @@ class Call {
   using KeyMap = key_map_t<V>;
   using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
+  static constexpr bool normalised_rows = NormalisedFeatureMap<KeyMap>;
+  static constexpr bool has_constant = has_constant_v<V>;
+  static_assert(NormalisedFeatureMap<QueryMap> == normalised_rows,
+                "LinAttn: query and key map must both be normalised maps or both not be");
 
   /// Checks extents, parameters and options, and makes the plan.
   Call(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass, Storage storage,
@@ -262,9 +296,9 @@ class Call {
       : m_exec(exec),
         m_problem(problem),
         m_pass(pass),
-        m_args{.query_map = variant.query_map(), .key_map = variant.key_map()} {
+        m_args{.query_map = resolved(variant, problem).query_map(), .key_map = resolved(variant, problem).key_map()} {
     problem.validate(options.causal);
-    const std::int64_t features = validate_variant<ExecSpace>(variant, problem);
+    const std::int64_t features = validate_variant<ExecSpace>(variant, problem, pass, options.causal);
     require_rows(problem, features);
     m_args.sequences = problem.sequences();
     m_args.heads = problem.heads;
@@ -281,6 +315,9 @@ class Call {
     m_args.allow_tf32 = options.allow_tf32;
     m_args.host = is_host_space_v<ExecSpace>;
     m_args.q.storage = storage;
+    enter_constant(variant);
+    enter_dropout(options.dropout);
+    enter_normaliser(options);
     PlanRequest request;
     request.pass = pass;
     request.causal = options.causal;
@@ -289,7 +326,7 @@ class Call {
     request.segments = options.segments;
     request.tiles = options.tiles;
     request.granule = tile_columns<A>;
-    request.windows = pass == Pass::forward || !(RowFeatureMap<QueryMap> || RowFeatureMap<KeyMap>);
+    request.windows = pass == Pass::forward || !(mixes_entries_v<QueryMap> || mixes_entries_v<KeyMap>);
     request.exact = sizeof(A) >= 8;
     request.tile_bytes = [&](const Plan& plan) {
       Args trial = m_args;
@@ -334,8 +371,26 @@ class Call {
   template <class T>
   void bind(const Inputs<ExecSpace, T>& inputs, const Saved<ExecSpace, T>& saved);
   template <class StateRef, class Caller>
-  void enter_state(const char* name, const StateRef& state, Caller& caller) {
-    bind_state(name, state, m_args.sequences, m_args.kv_heads, m_args.features, m_args.dv, scaled, caller);
+  void enter_state(const char* name, const StateRef& state, Caller& caller, bool with_count) {
+    bind_state(name, state, m_args.sequences, m_args.kv_heads, m_args.features, m_args.dv,
+               {scaled, has_constant, has_constant && with_count}, caller);
+    if (caller.present && m_args.center_v)
+      throw InvalidArgument(message("LinAttn: center_v is not for calls with states, found an ", name));
+  }
+  void enter_record(const TensorRef<NormaliserRecord, 2, ExecSpace>& smallest) {
+    if (!smallest.present()) return;
+    require_output("smallest", smallest, {m_args.sequences, m_args.heads});
+    if (!m_args.may_record)
+      throw InvalidArgument("LinAttn: the smallest row sum is recorded where rows are normalised, small_normaliser is "
+                            "check and weights can cancel (not for lln)");
+    m_smallest = smallest;
+  }
+  template <class T>
+  void enter_centred(const TensorRef<T, 4, ExecSpace>& centred) {
+    if (!centred.present()) return;
+    if (!m_args.center_v) throw InvalidArgument("LinAttn: centred rows of o need center_v");
+    require_output("centred", centred, {m_problem.batch, m_problem.heads, m_problem.nq, m_problem.dv});
+    m_args.centred = StoredTensor<A>(centred);
   }
 
   /// The windows of the plan, over the columns or the features of the state.
@@ -351,7 +406,93 @@ class Call {
   }
 
   void launch_forward() {
-    if (units() == 0 || (m_args.nq == 0 && !m_args.last.present)) return;
+    if (units() > 0 && (m_args.nq > 0 || m_args.last.present)) launch_output();
+    if constexpr (has_constant) {
+      if (m_args.last.present)
+        launch_indices("LinAttn::forward::key_count", m_args.sequences,
+                       CountKeys<Args>{m_args, m_args.last.counts, m_args.last.count_stride});
+    }
+    if (m_smallest.present()) {
+      const bool nothing = units() == 0 || m_args.nq == 0;
+      launch_range("LinAttn::forward::smallest", m_args.sequences * m_args.heads,
+                   SmallestRecords<ExecSpace>{nothing ? nullptr : m_args.records, m_smallest, m_args.kv_heads,
+                                              m_args.window.tiles * m_args.plan.segments, m_args.group});
+    }
+  }
+
+  void launch_backward(const Gradients<ExecSpace, A>& parameters) {
+    const auto wanted = [](const TensorRef<double, 1, ExecSpace>& gradient) { return gradient.present(); };
+    const bool wants_rate = wanted(parameters.query_parameter) || wanted(parameters.scale);
+    if (units() > 0) {
+      find_largest_rows("LinAttn::backward::row_norms", "LinAttn::backward::largest_norm");
+      if (!wants_rate && !m_queries_largest.rows) m_args.query_parameter_parts = nullptr;
+      if (!wanted(parameters.key_parameter) && !m_keys_largest.rows) m_args.key_parameter_parts = nullptr;
+      if (!wanted(parameters.constant)) m_args.constant_parts = nullptr;
+      if (m_args.nq > 0 && (m_args.d_q || wants_rate || wanted(parameters.constant))) {
+        launch_query_gradients();
+        if (m_args.d_q) add_largest_row_gradients("LinAttn::backward::query_norm", m_queries_largest, m_args.query_map,
+                                                  m_args.q, m_args.d_q, m_args.query_parameter_parts, m_args.group);
+      }
+      const bool wants_state = m_args.initial_gradient.present;
+      const bool wants_keys = (m_args.nk > 0 && (m_args.d_k || wanted(parameters.key_parameter))) || wants_state;
+      const bool wants_values = m_args.nk > 0 && m_args.d_v;
+      if constexpr (scaled) {
+        if (wants_keys || wants_values) find_shifts();
+      }
+      if (m_args.plan.tiles == 1 && (wants_keys || wants_values)) {
+        launch_key_gradients(false, wants_keys, wants_values);
+      } else {
+        if (wants_keys) launch_key_gradients(false, true, false);
+        if (wants_values) launch_key_gradients(true, false, true);
+      }
+      if (m_args.d_k && m_args.nk > 0)
+        add_largest_row_gradients("LinAttn::backward::key_norm", m_keys_largest, m_args.key_map, m_args.k, m_args.d_k,
+                                  m_args.key_parameter_parts, 1);
+    }
+    if constexpr (ParameterizedFeatureMap<QueryMap>)
+      sum_parts("LinAttn::backward::query_parameter", parameters.query_parameter, m_args.query_parameter_parts, 1.0,
+                m_args.nq, m_args.group);
+    if constexpr (normalised_rows) {
+      sum_parts("LinAttn::backward::query_parameter", parameters.query_parameter, m_args.query_parameter_parts,
+                m_args.query_map.factor, m_args.nq, m_args.group);
+      sum_parts("LinAttn::backward::scale", parameters.scale, m_args.query_parameter_parts, m_args.query_map.rate,
+                m_args.nq, m_args.group);
+    }
+    if constexpr (ParameterizedFeatureMap<KeyMap>)
+      sum_parts("LinAttn::backward::key_parameter", parameters.key_parameter, m_args.key_parameter_parts, 1.0,
+                m_args.nk, 1);
+    sum_parts("LinAttn::backward::constant", parameters.constant, m_args.constant_parts, 1.0, m_args.nq, m_args.group);
+  }
+
+ private:
+  void enter_constant(const V& variant) {
+    if constexpr (has_constant) {
+      m_args.has_constant = true;
+      m_args.constant = resolved(variant, m_problem).constant();
+    }
+  }
+
+  void enter_dropout(const Dropout& dropout) {
+    dropout.validate(m_problem);
+    m_args.dropout = dropout;
+    if (dropout.heads == 0) m_args.dropout.heads = m_problem.heads;
+    if (dropout.queries == 0) m_args.dropout.queries = m_problem.nq;
+  }
+
+  void enter_normaliser(const Options& options) {
+    m_args.clamp = is_clamp<A, V>(options.small_normaliser, options.least_normaliser, m_args.normalise);
+    m_args.least_normaliser = static_cast<A>(options.least_normaliser);
+    m_args.may_record = m_pass == Pass::forward && m_args.normalise && !scaled &&
+                        options.small_normaliser == SmallNormaliser::check;
+    m_args.center_v = options.center_v;
+    if (options.center_v && !m_args.normalise)
+      throw InvalidArgument("LinAttn: center_v needs normalised rows: only weighted means move with their values");
+  }
+
+  /// All of a forward pass but what follows from it.
+  void launch_output() {
+    find_largest_rows("LinAttn::forward::row_norms", "LinAttn::forward::largest_norm");
+    if (!m_smallest.present()) m_args.records = nullptr;
     use_window(m_args, true);
     const CallerState<A, int> last = m_args.last;
     const bool in_place = last.present && m_args.initial.present && m_args.window.tiles > 1 &&
@@ -366,36 +507,56 @@ class Call {
            false);
     }
     walk<Walk::output>("LinAttn::forward::output", false);
-    if (in_place)
+    if (in_place) {
       launch_range("LinAttn::forward::final_state", units() * m_args.features,
                    CopyFinalSums<A, scaled>{m_args.last, last, m_args.kv_heads, m_args.features});
-  }
-
-  void launch_backward(const TensorRef<double, 1, ExecSpace>& query_parameter,
-                       const TensorRef<double, 1, ExecSpace>& key_parameter) {
-    if (units() > 0) {
-      if (m_args.nq > 0 && (m_args.d_q || query_parameter.present())) launch_query_gradients();
-      const bool wants_state = m_args.initial_gradient.present;
-      const bool wants_keys = (m_args.nk > 0 && (m_args.d_k || key_parameter.present())) || wants_state;
-      const bool wants_values = m_args.nk > 0 && m_args.d_v;
-      if constexpr (scaled) {
-        if (wants_keys || wants_values) find_shifts();
-      }
-      if (m_args.plan.tiles == 1 && (wants_keys || wants_values)) {
-        launch_key_gradients(false, wants_keys, wants_values);
-      } else {
-        if (wants_keys) launch_key_gradients(false, true, false);
-        if (wants_values) launch_key_gradients(true, false, true);
-      }
+      m_args.last = last;
     }
-    if constexpr (ParameterizedFeatureMap<QueryMap>)
-      sum_parts("LinAttn::backward::query_parameter", query_parameter, m_args.query_parameter_parts, m_args.nq,
-                m_args.group);
-    if constexpr (ParameterizedFeatureMap<KeyMap>)
-      sum_parts("LinAttn::backward::key_parameter", key_parameter, m_args.key_parameter_parts, m_args.nk, 1);
   }
 
- private:
+  /// The largest norms of queries and keys, for maps that divide by them.
+  void find_largest_rows(const char* norms, const char* largest) {
+    if constexpr (normalised_rows) {
+      const auto find = [&](const StoredTensor<A>& x, LargestRows<A>& found) {
+        const std::int64_t rows = m_args.sequences * found.heads;
+        launch_range(norms, rows * found.blocks, FindLargestRows<A, Args>{m_args, x, found});
+        launch_range(largest, rows, PickLargestRow<A>{found});
+      };
+      if (m_queries_largest.rows) find(m_args.q, m_queries_largest);
+      if (m_keys_largest.rows) find(m_args.k, m_keys_largest);
+      m_args.query_factors = m_queries_largest.factors;
+      m_args.key_factors = m_keys_largest.factors;
+    } else {
+      (void)norms, (void)largest;
+    }
+  }
+
+  template <class Map>
+  void add_largest_row_gradients(const char* label, const LargestRows<A>& largest, const Map& map,
+                                 const StoredTensor<A>& x, const StoredTensor<A>& d_x, const double* parts,
+                                 std::int64_t group) {
+    if constexpr (normalised_rows) {
+      if (largest.rows)
+        launch_range(label, m_args.sequences * largest.heads,
+                     AddLargestRowGradient<A, Map, Args>{m_args, map, x, d_x, largest, parts,
+                                                         m_args.window.tiles * m_args.plan.segments, group});
+    } else {
+      (void)label, (void)largest, (void)map, (void)x, (void)d_x, (void)parts, (void)group;
+    }
+  }
+
+  void place_largest_rows(ArenaCursor& arena, LargestRows<A>& largest, std::int64_t heads, std::int64_t longest,
+                          bool of_keys) {
+    largest.heads = heads;
+    largest.blocks = std::max<std::int64_t>(1, (longest + norm_block - 1) / norm_block);
+    largest.of_keys = of_keys;
+    const std::int64_t rows = m_args.sequences * heads;
+    largest.block_norms = arena.take<A>(rows * largest.blocks);
+    largest.block_rows = arena.take<std::int64_t>(rows * largest.blocks);
+    largest.factors = arena.take<A>(rows);
+    largest.rows = arena.take<std::int64_t>(rows);
+  }
+
   /// body() with each window that the pass uses.
   template <class Body>
   void for_each_window(Args& args, const Body& body) const {
@@ -412,7 +573,7 @@ class Call {
     std::size_t most = 0;
     const auto count = [&](Walk walk, bool transposed) {
       ArenaCursor counter;
-      Tiles<A>(counter, args, walk, transposed, scaled);
+      Tiles<A>(counter, args, walk, transposed, scaled, normalised_rows);
       most = std::max(most, counter.required());
     };
     for_each_window(args, [&] {
@@ -428,15 +589,17 @@ class Call {
     if (!plan.tiles_in_scratch)
       m_args.worker_memory =
           arena.take<std::byte>(static_cast<std::int64_t>(plan.tile_bytes) * plan.workers);
-    std::int64_t tasks = 0, values = 0, sums = 0;  // the most of any launch
+    std::int64_t tasks = 0, values = 0, sums = 0, value_sums = 0;  // the most of any launch
     for_each_window(m_args, [&] {
       tasks = std::max(tasks, m_args.tasks);
       values = std::max(values, m_args.tasks * m_args.state_size());
       sums = std::max(sums, m_args.tasks * m_args.window.features);
+      value_sums = std::max(value_sums, m_args.tasks * m_args.window.values);
     });
     if (plan.segments > 1) {
       m_args.states.values = arena.take<A>(values);
       m_args.states.sums = arena.take<A>(sums);
+      if constexpr (has_constant) m_args.states.value_sums = arena.take<A>(value_sums);
       if constexpr (scaled) {
         m_args.states.shifts = arena.take<int>(tasks * m_args.features);
         m_args.states.carried_shifts = arena.take<int>(tasks * m_args.features);
@@ -452,10 +615,18 @@ class Call {
     if (m_pass == Pass::backward) {
       if constexpr (scaled)
         m_args.shift_table = arena.take<int>(units() * m_args.shift_entries * m_args.features);
-      if constexpr (ParameterizedFeatureMap<QueryMap>)
+      if constexpr (ParameterizedFeatureMap<QueryMap> || normalised_rows)
         m_args.query_parameter_parts = arena.take<double>(tasks * m_args.group);
-      if constexpr (ParameterizedFeatureMap<KeyMap>)
+      if constexpr (ParameterizedFeatureMap<KeyMap> || normalised_rows)
         m_args.key_parameter_parts = arena.take<double>(tasks);
+      if constexpr (has_constant) m_args.constant_parts = arena.take<double>(tasks * m_args.group);
+    }
+    if (m_args.may_record) m_args.records = arena.take<NormaliserRecord>(tasks * m_args.group);
+    if constexpr (normalised_rows) {
+      if (m_args.query_map.of_sequence())
+        place_largest_rows(arena, m_queries_largest, m_args.heads, m_problem.longest_queries(), false);
+      if (m_args.key_map.of_sequence())
+        place_largest_rows(arena, m_keys_largest, m_args.kv_heads, m_problem.longest_keys(), true);
     }
   }
 
@@ -552,13 +723,13 @@ class Call {
       launch_teams(label, count, kernel);
   }
 
-  void sum_parts(const char* label, const TensorRef<double, 1, ExecSpace>& gradient,
-                 const double* parts, std::int64_t tokens, std::int64_t group) {
+  void sum_parts(const char* label, const TensorRef<double, 1, ExecSpace>& gradient, const double* parts,
+                 const Parameter& factor, std::int64_t tokens, std::int64_t group) {
     if (!gradient.present() || gradient.extent(0) == 0) return;
     const bool nothing = units() == 0 || tokens == 0;  // an empty sum
     launch_range(
         label, gradient.extent(0),
-        SumParameterParts<ExecSpace>{parts, gradient.data(), gradient.stride(0),
+        SumParameterParts<ExecSpace>{parts, factor, gradient.data(), gradient.stride(0),
                                      nothing ? 0 : m_args.sequences, m_args.kv_heads,
                                      m_args.plan.segments * parameter_tiles(), group});
   }
@@ -568,6 +739,8 @@ class Call {
   std::int64_t* m_device_offsets = nullptr;
   A* m_final_sums = nullptr;  // of a final state in the memory of the initial one
   int* m_final_shifts = nullptr;
+  TensorRef<NormaliserRecord, 2, ExecSpace> m_smallest{};
+  LargestRows<A> m_queries_largest{}, m_keys_largest{};  // for maps that divide by the largest norm
   Pass m_pass;
   Args m_args;
 };
@@ -604,7 +777,7 @@ void Call<A, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<Exe
       m_args.cu_seqlens_k = copy_offsets(in.cu_seqlens_k.data(), m_device_offsets + count, count);
     }
   }
-  enter_state("initial state", in.state, m_args.initial);
+  enter_state("initial state", in.state, m_args.initial, true);
 }
 
 }  // namespace LinAttn::detail

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <linattn/engine/arguments.hpp>
+#include <linattn/engine/row_norm.hpp>
 #include <linattn/feature_map.hpp>
 #include <linattn/state.hpp>
 
@@ -66,15 +67,22 @@ struct ScanStates {
         const A first = edge.present ? *edge.sums.row(member, head, feature) : A(0);
         scan_values(team, states.sums + unit * segments * window.features + at, window.features, unit, feature,
                     first);
-      } else {
+      } else if constexpr (Scaled) {
         scan_shifts(team, unit, static_cast<int>(element - state - window.features));
+      } else {
+        const int at = static_cast<int>(element - state - window.features);
+        const int value = first_value + at;
+        if (value >= dv) return;
+        const A first = edge.present ? *edge.value_sums.row(member, head, value) : A(0);
+        scan_values(team, states.value_sums + unit * segments * window.values + at, window.values, unit, 0, first);
       }
     });
   }
 
  private:
   KOKKOS_FUNCTION std::int64_t elements() const {
-    return std::int64_t(window.features) * window.values + window.features + (Scaled ? features : 0);
+    return std::int64_t(window.features) * window.values + window.features +
+           (Scaled ? features : states.value_sums ? window.values : 0);
   }
   KOKKOS_FUNCTION int place(int i) const { return kind == ScanKind::suffix ? segments - 1 - i : i; }
 
@@ -125,6 +133,171 @@ struct ScanStates {
       return static_cast<A>((first + sum).value);
     else
       return static_cast<A>(first + sum);
+  }
+};
+
+/// Number of keys after the last one: those before the first and the visible ones; one index or team for each sequence.
+template <class Args>
+struct CountKeys {
+  Args args;
+  std::int64_t* counts;
+  std::int64_t stride;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t index) const {
+    const Sequence sequence = Sequence::at(args, index);
+    const Visibility visible = Visibility::of(args, sequence);
+    std::int64_t count = sequence.nk;
+    if (!visible.everything()) {
+      count = 0;
+      for (std::int64_t j = 0; j < sequence.nk; ++j) count += visible(j) ? 1 : 0;
+    }
+    counts[index * stride] = args.initial.count(index) + count;
+  }
+
+  template <class Member>
+    requires requires(const Member& member) { member.league_rank(); }
+  KOKKOS_FUNCTION void operator()(const Member& member) const {
+    const std::int64_t index = member.league_rank();
+    const Sequence sequence = Sequence::at(args, index);
+    const Visibility visible = Visibility::of(args, sequence);
+    std::int64_t count = 0;
+    Kokkos::parallel_reduce(
+        Kokkos::TeamThreadRange(member, sequence.nk),
+        [&](std::int64_t j, std::int64_t& sum) { sum += visible(j) ? 1 : 0; }, count);
+    Kokkos::single(Kokkos::PerTeam(member), [&] { counts[index * stride] = args.initial.count(index) + count; });
+  }
+};
+
+/// The smaller of the records of the windows and segments of each sequence and head, in their order.
+template <class ExecSpace>
+struct SmallestRecords {
+  const NormaliserRecord* parts;  // (sequence, kv_heads, windows and segments, group)
+  TensorRef<NormaliserRecord, 2, ExecSpace> smallest;
+  std::int64_t kv_heads, parts_of_unit, group;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t index) const {
+    const std::int64_t heads = kv_heads * group, sequence = index / heads, head = index % heads;
+    NormaliserRecord least{power_of_two<double>(1024), -1};
+    for (std::int64_t s = 0; parts && s < parts_of_unit; ++s) {
+      const NormaliserRecord& part = parts[((sequence * kv_heads + head / group) * parts_of_unit + s) * group + head % group];
+      if (part.row >= 0 && least.ratio == least.ratio && !(part.ratio >= least.ratio)) least = part;
+    }
+    smallest(sequence, head) = least;
+  }
+};
+
+/// Rows of a block among which the largest norm is looked for by one thread.
+inline constexpr std::int64_t norm_block = 256;
+
+/// The largest norm of the rows of a sequence and head, and the row where it stands.
+template <class A>
+struct LargestRows {
+  A* block_norms = nullptr;                // (sequence, head, block)
+  std::int64_t* block_rows = nullptr;
+  A* factors = nullptr;                    // (sequence, head): 1 / largest norm
+  std::int64_t* rows = nullptr;            // (sequence, head): row of the tensor, -1 where the norm is 0
+  std::int64_t blocks = 0, heads = 0;
+  bool of_keys = false;
+};
+
+/// One index for each sequence, head and block; `x` is q or k.
+template <class A, class Args>
+struct FindLargestRows {
+  Args args;
+  StoredTensor<A> x;
+  LargestRows<A> largest;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t index) const {
+    const std::int64_t block = index % largest.blocks, head = index / largest.blocks % largest.heads;
+    const Sequence sequence = Sequence::at(args, index / largest.blocks / largest.heads);
+    const Visibility visible = largest.of_keys ? Visibility::of(args, sequence) : Visibility{};
+    const std::int64_t begin = largest.of_keys ? sequence.k_begin : sequence.q_begin;
+    const std::int64_t rows = largest.of_keys ? sequence.nk : sequence.nq;
+    A most = A(0);
+    std::int64_t where = -1;
+    for (std::int64_t r = block * norm_block; r < rows && r < (block + 1) * norm_block; ++r) {
+      if (!visible(r)) continue;
+      const A norm = norm_of(sequence.batch, head, begin + r);
+      if (!(norm <= most) && most == most) {  // the first of the largest; a NaN stays
+        most = norm;
+        where = begin + r;
+      }
+    }
+    largest.block_norms[index] = most;
+    largest.block_rows[index] = where;
+  }
+
+ private:
+  KOKKOS_FUNCTION A norm_of(std::int64_t b, std::int64_t head, std::int64_t row) const {
+    A norm = A(0);
+    with_storage<A>(x.storage, [&]<class S>(std::type_identity<S>) {
+      const S* from = x.template row<S>(b, head, row);
+      if constexpr (std::is_same_v<S, A>) {
+        norm = row_norm<HostTeam>(from, x.element_stride, args.d, A(0));
+      } else {  // 16 bits: squares stay in the range of a float unless the entries are huge
+        using std::sqrt;
+        double squares = 0;
+        for (int d = 0; d < args.d; ++d) {
+          const double entry = static_cast<double>(static_cast<A>(from[d * x.element_stride]));
+          squares += entry * entry;
+        }
+        norm = static_cast<A>(sqrt(squares));
+      }
+    });
+    return norm;
+  }
+};
+
+/// One index for each sequence and head.
+template <class A>
+struct PickLargestRow {
+  LargestRows<A> largest;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t index) const {
+    A most = A(0);
+    std::int64_t where = -1;
+    for (std::int64_t b = 0; b < largest.blocks; ++b) {
+      const A norm = largest.block_norms[index * largest.blocks + b];
+      if (!(norm <= most) && most == most) {
+        most = norm;
+        where = largest.block_rows[index * largest.blocks + b];
+      }
+    }
+    largest.factors[index] = inverse_norm(most);
+    largest.rows[index] = can_divide(most) ? where : -1;
+  }
+};
+
+/// What the norm that all rows are divided by adds to the gradient of the row where it is taken: -xhat (sum over all
+/// rows of xhat . d xhat) / rho. One index for each sequence and head.
+template <class A, class Map, class Args>
+struct AddLargestRowGradient {
+  Args args;
+  Map map;
+  StoredTensor<A> x, d_x;
+  LargestRows<A> largest;
+  const double* parts;  // (sequence, kv_heads, windows and segments, group of the tensor's heads)
+  std::int64_t parts_of_unit, group;
+
+  KOKKOS_FUNCTION void operator()(std::int64_t index) const {
+    const std::int64_t sequence = index / largest.heads, head = index % largest.heads;
+    const std::int64_t row = largest.rows[index];
+    if (row < 0) return;
+    const std::int64_t units = largest.heads / group;
+    double total = 0;
+    for (std::int64_t s = 0; s < parts_of_unit; ++s)
+      total += parts[((sequence * units + head / group) * parts_of_unit + s) * group + head % group];
+    const A factor = largest.factors[index];
+    const A along = static_cast<A>(total) * bind_map<A>(map, head).rate * factor;
+    const std::int64_t batch = Sequence::at(args, sequence).batch;
+    with_storage<A>(x.storage, [&]<class S>(std::type_identity<S>) {
+      const S* from = x.template row<S>(batch, head, row);
+      S* to = d_x.template row<S>(batch, head, row);
+      for (int d = 0; d < args.d; ++d) {
+        S& here = to[d * d_x.element_stride];
+        here = static_cast<S>(static_cast<A>(here) - static_cast<A>(from[d * x.element_stride]) * factor * along);
+      }
+    });
   }
 };
 
@@ -208,10 +381,11 @@ struct CopyFinalSums {
   }
 };
 
-/// gradient(h) = sum over sequences, windows and segments of the parts of head h, in that order.
+/// gradient(h) = factor(h) times the sum over sequences, windows and segments of the parts of head h, in that order.
 template <class ExecSpace>
 struct SumParameterParts {
   const double* parts;  // (sequence, kv_heads, windows and segments, group)
+  Parameter factor;
   double* gradient;
   std::int64_t gradient_stride;
   std::int64_t sequences, kv_heads, segments, group;
@@ -221,7 +395,7 @@ struct SumParameterParts {
     for (std::int64_t b = 0; b < sequences; ++b)
       for (std::int64_t s = 0; s < segments; ++s)
         total += parts[((b * kv_heads + head / group) * segments + s) * group + head % group];
-    gradient[head * gradient_stride] = total;
+    gradient[head * gradient_stride] = total * factor(head);
   }
 };
 

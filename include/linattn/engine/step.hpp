@@ -31,6 +31,10 @@ struct StepArguments {
   int d = 0, dv = 0, features = 0, group = 0;
   bool normalise = true;
   A scale = A(1);
+  bool has_constant = false;  // weights have a constant, states t and m
+  Parameter constant = 0.0;
+  bool clamp = false;  // small row sums are replaced
+  A least_normaliser = A(0);
   int tiles = 1, width = 0;  // windows of the columns of S
   std::int64_t unit_bytes = 0;
   std::byte* memory = nullptr;
@@ -108,9 +112,12 @@ struct StepKernel {
   }
 
   /// f = phi(x); shift_of(d) matters to scaled maps only.
-  template <class Team, class Map, class Shift>
-  KOKKOS_FUNCTION void features(const Team& team, const Map& map, const A* x, A* f, const Shift& shift_of) const {
-    if constexpr (RowFeatureMap<Map>) {
+  template <class Map, class Team, class Bound, class Shift>
+  KOKKOS_FUNCTION void features(const Team& team, const Bound& map, const A* x, A* f, const Shift& shift_of) const {
+    if constexpr (NormalisedFeatureMap<Map>) {
+      const A factor = map.rate * (map.per_row ? inverse_norm(row_norm<Team>(x, Constant<1>{}, args.d, map.eps)) : A(1));
+      for_each(team, args.features, [=](int d) { f[d] = x[d] * factor; });
+    } else if constexpr (RowFeatureMap<Map>) {
       if (team.rank() == 0) map.row_value(ConstRow<A>{x, args.d, 1}, Row<A>{f, args.features, 1});
     } else {
       for_each_in_rows(team, 1, args.features, [=](int) {
@@ -143,7 +150,7 @@ struct StepKernel {
         team.barrier();
       }
       const int* shift = rows.shift;
-      features(team, map, rows.key, rows.key_features, [=](int d) { return shift[d]; });
+      features<KeyMap>(team, map, rows.key, rows.key_features, [=](int d) { return shift[d]; });
     } else {
       for_each(team, count, [&](int d) {
         rows.key_features[d] = A(0);
@@ -179,12 +186,16 @@ struct StepKernel {
         team.barrier();
       } else {
         const int* shift = rows.shift;
-        features(team, map, rows.query, f, [=](int d) { return row_shift - shift[d]; });
+        features<QueryMap>(team, map, rows.query, f, [=](int d) { return row_shift - shift[d]; });
       }
       if (team.rank() == 0) {
         if (args.normalise) {
           A s = A(0);
           for (int d = 0; d < count; ++d) s += f[d] * *args.after.sums.row(b, kv_head, d);
+          const A keys = static_cast<A>(args.before.count(b) + (visible ? 1 : 0));
+          if (args.has_constant) s += static_cast<A>(args.constant(head)) * keys;
+          const A least = args.least_normaliser * keys;
+          if (args.clamp && (s < A(0) ? -s : s) < least) s = s < A(0) ? -least : least;
           rows.row_scale[g] = s - s == A(0) ? s : s - s;  // as forward(): an overflow is no row of zeros
         } else if (scaled && row_shift > no_shift / 2) {
           const int half = row_shift / 2;
@@ -212,7 +223,19 @@ struct StepKernel {
     });
     const int dv = args.dv, count = args.features, group = args.group;
     A* numerators = rows.numerators + first;
-    for_each_in_rows(team, group, width, [=](int g) { return [=](int j) { numerators[std::int64_t(g) * dv + j] = A(0); }; });
+    if (args.has_constant) {
+      team.barrier();
+      for_each(team, width, [&](int j) {
+        const A old = args.before.present ? *args.before.value_sums.row(b, kv_head, first + j) : A(0);
+        const A sum = old + value[j];
+        *args.after.value_sums.row(b, kv_head, first + j) = sum;
+        for (int g = 0; g < group; ++g)
+          numerators[std::int64_t(g) * dv + j] = static_cast<A>(args.constant(kv_head * group + g)) * sum;
+      });
+    } else {
+      for_each_in_rows(team, group, width,
+                       [=](int g) { return [=](int j) { numerators[std::int64_t(g) * dv + j] = A(0); }; });
+    }
     team.barrier();
     const std::int64_t to_element = args.after.values.element_stride;
     const std::int64_t from_element = args.before.values.element_stride;
@@ -261,6 +284,16 @@ struct StepKernel {
   }
 };
 
+/// One more key of every sequence where its key is visible: after all heads have read the number before.
+template <class Args>
+struct CountStep {
+  Args args;
+  KOKKOS_FUNCTION void operator()(std::int64_t b) const {
+    const bool visible = !args.key_mask || args.key_mask[b * args.mask_stride] != 0;
+    args.after.counts[b * args.after.count_stride] = args.before.count(b) + (visible ? 1 : 0);
+  }
+};
+
 /// Everything between the public function and the kernels of a step.
 template <class A, class ExecSpace, Variant V>
 class StepCall {
@@ -270,15 +303,23 @@ class StepCall {
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
 
   StepCall(const ExecSpace& exec, const V& variant, const Problem& problem, const StepOptions& options)
-      : m_exec(exec), m_problem(problem), m_args{.query_map = variant.query_map(), .key_map = variant.key_map()} {
+      : m_exec(exec),
+        m_problem(problem),
+        m_args{.query_map = resolved(variant, problem).query_map(), .key_map = resolved(variant, problem).key_map()} {
     if (problem.packed() || problem.nq != 1 || problem.nk != 1)
       throw InvalidArgument(message("LinAttn: a step takes one query and one key of every sequence, found ",
                                     problem.to_string()));
     problem.validate(false);
-    const std::int64_t features = validate_variant<ExecSpace>(variant, problem);
+    const std::int64_t features = validate_variant<ExecSpace>(variant, problem, Pass::step, true);
     require_rows(problem, features);
     m_args.scale = finite_scale<A>(options.scale);
     m_args.normalise = options.normalise.value_or(V::normalise_by_default);
+    if constexpr (has_constant_v<V>) {
+      m_args.has_constant = true;
+      m_args.constant = resolved(variant, problem).constant();
+    }
+    m_args.clamp = is_clamp<A, V>(options.small_normaliser, options.least_normaliser, m_args.normalise);
+    m_args.least_normaliser = static_cast<A>(options.least_normaliser);
     m_args.sequences = problem.batch;
     m_args.heads = problem.heads;
     m_args.kv_heads = problem.kv_heads;
@@ -314,10 +355,11 @@ class StepCall {
       m_args.mask_stride = token.key_mask.stride(0);
     }
     if (!after.S.present()) throw InvalidArgument("LinAttn: a step needs a state to write to, found nothing");
-    bind_state("state before the token", before, p.batch, p.kv_heads, m_args.features, p.dv, scaled, m_args.before);
-    bind_state("state after the token", after, p.batch, p.kv_heads, m_args.features, p.dv, scaled, m_args.after);
+    const StateParts parts{scaled, has_constant_v<V>, has_constant_v<V>};
+    bind_state("state before the token", before, p.batch, p.kv_heads, m_args.features, p.dv, parts, m_args.before);
+    bind_state("state after the token", after, p.batch, p.kv_heads, m_args.features, p.dv, parts, m_args.after);
     require_size(workspace, workspace_bytes(), "a step of " + p.to_string());
-    if (units() == 0) return;
+    if (units() == 0) return count_key();
     require_memory(workspace);
     ArenaCursor arena(workspace.data());
     m_args.memory = arena.take<std::byte>(1);
@@ -325,12 +367,23 @@ class StepCall {
     m_args.k = StoredTensor<A>(token.k);
     m_args.v = StoredTensor<A>(token.v);
     m_args.o = StoredTensor<A>(o);
-    if (m_args.tiles == 1) return launch("LinAttn::step::token", true, true, units());
-    launch("LinAttn::step::features", true, false, units());
-    launch("LinAttn::step::state", false, true, units() * m_args.tiles);
+    if (m_args.tiles == 1) {
+      launch("LinAttn::step::token", true, true, units());
+    } else {
+      launch("LinAttn::step::features", true, false, units());
+      launch("LinAttn::step::state", false, true, units() * m_args.tiles);
+    }
+    count_key();
   }
 
  private:
+  void count_key() {
+    if constexpr (has_constant_v<V>)
+      detail::launch("LinAttn::step::key_count",
+                     Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, m_args.sequences),
+                     CountStep<StepArguments<A, QueryMap, KeyMap>>{m_args});
+  }
+
   std::int64_t units() const { return m_args.sequences * m_args.kv_heads; }
 
   void launch(const char* label, bool prepares, bool updates, std::int64_t tasks) {

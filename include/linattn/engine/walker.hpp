@@ -2,6 +2,7 @@
 #pragma once
 
 #include <linattn/engine/arguments.hpp>
+#include <linattn/engine/row_norm.hpp>
 #include <linattn/team.hpp>
 #include <linattn/feature_map.hpp>
 #include <linattn/state.hpp>
@@ -19,7 +20,8 @@
 ///                 dV_j = R_j^T K_j
 ///
 /// where the part of a sum that lies in the chunk itself goes through P and E. Without normalisation
-/// G_i = scale dO_i and e_i = 0. S is kept features x values in the forward pass and transposed in the
+/// G_i = scale dO_i and e_i = 0. A constant b in the weights adds b to P, b t_i to n_i, b m_i to s_i and, to dV_j, the
+/// sum of b G_i over the rows that see key j; db = sum E. Sums t and m of values and keys belong to the state. S is kept features x values in the forward pass and transposed in the
 /// backward pass, where every product then finds its right factor row-major.
 ///
 /// **Scaled maps.** Feature d of all keys is kept relative to 2^m_d, with the integer m_d at least the
@@ -38,6 +40,14 @@
 /// a sum) take part in the products where the caller keeps them, and results are stored there, if they
 /// fill whole tiles. Otherwise they go through tiles; the numbers are the same.
 ///
+/// **Normalised maps** keep 1/rho of each row of a chunk, which the pullback needs again.
+///
+/// **Noise** multiplies rows of o on their way out, and rows of dO on their way in, after e_i = -(dO_i . y_i)/s_i is
+/// formed from the rows y that the noise has multiplied: no division by 1 + p n.
+///
+/// **Centred values** are v_j - mu with the first visible value mu of the sequence; o_i - mu comes out, e_i is formed
+/// from it.
+///
 /// **Hidden keys** have features 0 and value 0, are never read, and are out of every shift. **States** that
 /// the caller hands in stand before the first key; the cotangent of the last state stands after the last
 /// query of the mirrored walk.
@@ -51,6 +61,7 @@ class Walker {
  public:
   using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
+  static constexpr bool normalised_rows = NormalisedFeatureMap<KeyMap>;
 
   KOKKOS_FUNCTION Walker(const Team& team, const Args& args, const Tiles<A>& tiles, bool transposed)
       : m_team(team), m_args(args), m_tiles(tiles), m_transposed(transposed) {}
@@ -68,6 +79,7 @@ class Walker {
     m_visible = Visibility::of(m_args, m_sequence);
     // keys that no query and no later loss looks at have gradient 0, whatever they hold
     m_visible.nothing = walk == Walk::key_gradient && m_sequence.nq == 0 && !m_args.last_cotangent.present;
+    if (m_args.center_v) load_centre();
     switch (walk) {
       case Walk::key_state: return walk_key_state();
       case Walk::output: return walk_output();
@@ -112,6 +124,7 @@ class Walker {
 
   KOKKOS_FUNCTION void walk_output() {
     enter_key_state();
+    clear_records();
     if (m_args.causal) {
       causal_walk([&](Chunk piece, const int* running, std::int64_t g) {
         load_queries(piece, g, running);
@@ -131,6 +144,7 @@ class Walker {
   KOKKOS_FUNCTION void walk_query_gradient() {
     enter_key_state();
     clear_parameter_parts(m_args.query_parameter_parts, m_args.group);
+    clear_parameter_parts(m_args.constant_parts, m_args.group);
     if (m_args.causal) {
       causal_walk([&](Chunk piece, const int* running, std::int64_t g) {
         load_queries(piece, g, running);
@@ -150,6 +164,7 @@ class Walker {
   /// Mirrored state (R, y) of the queries of one segment, to the workspace.
   KOKKOS_FUNCTION void walk_query_state() {
     clear_state(-1);
+    count_keys_before_end();
     if (m_args.causal) {
       const Range range = segment_chunks(m_sequence.nk);
       for (std::int64_t c = range.last; c-- > range.first;) {
@@ -157,6 +172,7 @@ class Walker {
         if (keys.begin + keys.rows <= offset()) break;  // no query stands here or before
         for_each_piece_backward(keys, c, [&](Chunk piece, const int* running) {
           rescale_to_piece(piece, running);
+          uncount_keys(piece);
           absorb_queries_of_group(piece, running);
         });
       }
@@ -168,6 +184,7 @@ class Walker {
   }
 
   KOKKOS_FUNCTION void walk_key_gradient() {
+    count_keys_before_end();
     enter_query_state();
     if (m_args.wants_keys) clear_parameter_parts(m_args.key_parameter_parts, 1);
     const Range range = segment_chunks(m_sequence.nk);
@@ -176,6 +193,7 @@ class Walker {
         prefetch_chunk(c - 1, m_sequence.nk);
         for_each_piece_backward(chunk(c, m_sequence.nk), c, [&](Chunk piece, const int* running) {
           rescale_to_piece(piece, running);
+          uncount_keys(piece);
           load_keys(piece, m_args.wants_values);
           load_values(piece, wants_key_features());
           const bool has_queries = piece.begin + piece.rows > offset();
@@ -214,6 +232,7 @@ class Walker {
       prefetch_chunk(c + 1, m_sequence.nk);
       if (keys.begin + keys.rows <= offset()) {
         absorb_keys(keys);
+        count_keys(keys);
         continue;
       }
       for_each_piece(keys, [&](Chunk piece, const int* running) {
@@ -223,6 +242,7 @@ class Walker {
         for (std::int64_t g = 0; g < m_args.group; ++g) body(piece, running, g);
         const bool ends = c + 1 == range.last && piece.begin + piece.rows == keys.begin + keys.rows;
         if (!ends || state_is_wanted) absorb_loaded_keys(piece);
+        count_keys(piece);
       });
     }
   }
@@ -513,6 +533,7 @@ class Walker {
     m_team.barrier();
     fill(m_tiles.state, state_rows() * state_ld(), A(0));
     fill(m_tiles.sums, m_tiles.ldr, A(0));
+    if (m_args.has_constant) fill(m_tiles.value_sums, m_tiles.ldv, A(0));
     clear_low();
     if constexpr (scaled) fill(m_tiles.shift, m_tiles.ld_shift, sign * no_shift);
     (void)sign;
@@ -523,6 +544,7 @@ class Walker {
     if (compensated()) {
       fill(m_tiles.state_low, state_rows() * state_ld(), A(0));
       fill(m_tiles.sums_low, m_tiles.ldr, A(0));
+      if (m_args.has_constant) fill(m_tiles.value_sums_low, m_tiles.ldv, A(0));
     }
   }
 
@@ -537,7 +559,54 @@ class Walker {
         for (std::int64_t c = 0; c < m_args.chunks(m_sequence.nk); ++c) absorb_keys(chunk(c, m_sequence.nk));
       }
     }
+    const std::int64_t first = segment_chunks(m_sequence.nk).first * m_args.plan.chunk;
+    count_keys_before(m_args.causal ? first : m_sequence.nk);
   }
+
+  // ---- numbers of keys ------------------------------------------------------------------------
+
+  /// Keys of the state: the caller's and the visible ones before position `end`.
+  KOKKOS_FUNCTION void count_keys_before(std::int64_t end) {
+    if (!m_args.counts_keys()) return;
+    m_count = m_args.initial.count(m_member) + visible_keys(0, end < m_sequence.nk ? end : m_sequence.nk);
+  }
+  KOKKOS_FUNCTION std::int64_t visible_keys(std::int64_t begin, std::int64_t end) const {
+    if (m_visible.everything()) return end - begin;
+    std::int64_t count = 0;
+    for (std::int64_t j = begin; j < end; ++j) count += m_visible(j) ? 1 : 0;
+    return count;
+  }
+  KOKKOS_FUNCTION void count_keys(Chunk keys) {
+    if (m_args.counts_keys()) m_count += visible_keys(keys.begin, keys.begin + keys.rows);
+  }
+
+  /// The same for walks down, of which only clamped row sums ask.
+  KOKKOS_FUNCTION void count_keys_before_end() {
+    if (m_args.clamp) count_keys_before(m_args.causal ? segment_chunks(m_sequence.nk).last * m_args.plan.chunk : m_sequence.nk);
+  }
+  KOKKOS_FUNCTION void uncount_keys(Chunk keys) {
+    if (m_args.clamp) m_count -= visible_keys(keys.begin, keys.begin + keys.rows);
+  }
+
+  /// How many keys each row of a chunk sees.
+  KOKKOS_FUNCTION void count_rows(Chunk rows) {
+    A* counts = m_tiles.row_counts;
+    if (!m_args.causal) {
+      fill(counts, rows.rows, static_cast<A>(m_count));
+    } else if (m_visible.everything()) {
+      const std::int64_t before = m_count;
+      for_each(m_team, rows.rows, [=](int i) { counts[i] = static_cast<A>(before + i + 1); });
+    } else if (m_team.rank() == 0) {
+      std::int64_t seen = m_count;
+      for (int i = 0; i < rows.rows; ++i) {
+        seen += m_visible(rows.begin + i) ? 1 : 0;
+        counts[i] = static_cast<A>(seen);
+      }
+    }
+    m_team.barrier();
+  }
+
+  // ---- the state to and from memory -----------------------------------------------------------
 
   /// The mirrored state after the last query of the segment; without a mask, of all queries.
   KOKKOS_FUNCTION void enter_query_state() {
@@ -562,6 +631,10 @@ class Walker {
       return [=](int j) { state[i * ld + j] = values[std::int64_t(i) * from + j]; };
     });
     for_each(m_team, m_features, [&](int d) { m_tiles.sums[d] = sums[d]; });
+    if (m_args.has_constant) {
+      const A* value_sums = m_args.states.value_sums + place * m_args.window.values;
+      for_each(m_team, m_dv, [&](int v) { m_tiles.value_sums[v] = value_sums[v]; });
+    }
     if constexpr (scaled) {
       const int* shifts = m_args.states.carried_shifts + place * m_args.features;
       for_each(m_team, m_args.features, [&](int d) { m_tiles.shift[d] = sign * shifts[d]; });
@@ -581,6 +654,10 @@ class Walker {
     for_each(m_team, m_features, [&](int d) {
       m_tiles.sums[d] = *from.sums.row(m_member, m_kv_head, m_first_feature + d);
     });
+    if (m_args.has_constant)
+      for_each(m_team, m_dv, [&](int v) {
+        m_tiles.value_sums[v] = *from.value_sums.row(m_member, m_kv_head, m_first_value + v);
+      });
     if constexpr (scaled) {
       for_each(m_team, m_args.features,
                [&](int d) { m_tiles.shift[d] = *from.shifts.row(m_member, m_kv_head, d); });
@@ -601,6 +678,11 @@ class Walker {
       const A* low = compensated() ? m_tiles.state_low + at : nullptr;
       return [=](int v) { values[v * element] = low ? state[v * step] - low[v * step] : state[v * step]; };
     });
+    if (m_args.has_constant && m_first_feature == 0)
+      for_each(m_team, m_dv, [&](int v) {
+        *to.value_sums.row(m_member, m_kv_head, m_first_value + v) =
+            compensated() ? m_tiles.value_sums[v] - m_tiles.value_sums_low[v] : m_tiles.value_sums[v];
+      });
     if (m_first_value > 0) return;  // another window of the same features has them
     for_each(m_team, m_features, [&](int d) {
       *to.sums.row(m_member, m_kv_head, m_first_feature + d) =
@@ -643,6 +725,12 @@ class Walker {
     for_each(m_team, m_features, [&](int d) {
       sums[d] = compensated() ? m_tiles.sums[d] - m_tiles.sums_low[d] : m_tiles.sums[d];
     });
+    if (m_args.has_constant) {
+      A* value_sums = m_args.states.value_sums + m_task * m_args.window.values;
+      for_each(m_team, m_dv, [&](int v) {
+        value_sums[v] = compensated() ? m_tiles.value_sums[v] - m_tiles.value_sums_low[v] : m_tiles.value_sums[v];
+      });
+    }
     if constexpr (scaled) {
       int* shifts = m_args.states.shifts + m_task * m_args.features;
       for_each(m_team, m_args.features, [&](int d) { shifts[d] = sign * m_tiles.shift[d]; });
@@ -730,18 +818,26 @@ class Walker {
     return {m_tiles.state, state_ld(), compensated() ? Store::compensated : Store::add, m_tiles.state_low};
   }
 
-  /// z += sum over rows of weight(row) * row; the chunk is summed first.
+  /// Sums over rows, and what they lost to rounding if they are compensated.
+  struct Sums {
+    A *high, *low;
+    int size;
+  };
+  KOKKOS_FUNCTION Sums feature_sums() const { return {m_tiles.sums, m_tiles.sums_low, m_features}; }
+  KOKKOS_FUNCTION Sums value_sums() const { return {m_tiles.value_sums, m_tiles.value_sums_low, m_dv}; }
+
+  /// sums += sum over rows of weight(row) * row; the chunk is summed first.
   template <class Weight>
-  LINATTN_OUTLINE KOKKOS_FUNCTION void add_rows_to_sums(Factored rows, int count, const Weight& weight) {
+  LINATTN_OUTLINE KOKKOS_FUNCTION void add_rows(Factored rows, int count, const Weight& weight, Sums sums) {
     const auto add = [&](int d, A part) {
       if (compensated())
-        compensated_add(m_tiles.sums[d], m_tiles.sums_low[d], part);
+        compensated_add(sums.high[d], sums.low[d], part);
       else
-        m_tiles.sums[d] += part;
+        sums.high[d] += part;
     };
     if constexpr (Team::on_host) {
       constexpr int block = tile_columns<A>;
-      for (int d0 = 0; d0 < m_features; d0 += block) {
+      for (int d0 = 0; d0 < sums.size; d0 += block) {
         A part[block] = {};
         for (int r = 0; r < count; ++r) {
           const A w = weight(r);
@@ -751,7 +847,7 @@ class Walker {
         for (int d = 0; d < block; ++d) add(d0 + d, part[d]);
       }
     } else {
-      for_each(m_team, m_features, [&](int d) {
+      for_each(m_team, sums.size, [&](int d) {
         A part = A(0);
         for (int r = 0; r < count; ++r) part += weight(r) * rows.data[r * rows.ld + d];
         add(d, part);
@@ -787,7 +883,7 @@ class Walker {
       const int* shift = m_tiles.shift + m_first_feature;
       features<KeyMap>(bind_map<A>(m_args.key_map, m_kv_head),
                        fetch_features<KeyMap>(m_args.k, m_kv_head, key_begin(keys), keys.rows, seen), keys.rows,
-                       m_tiles.keys, [=](int) { return [=](int d) { return shift[d]; }; }, seen);
+                       m_tiles.keys, [=](int) { return [=](int d) { return shift[d]; }; }, seen, key_factors());
     }
     m_team.barrier();
     if (transposed_too) {
@@ -804,7 +900,7 @@ class Walker {
 
   /// Values of a chunk, and their transpose if asked for.
   LINATTN_OUTLINE KOKKOS_FUNCTION void load_values(Chunk keys, bool transposed_too) {
-    if (in_place(m_args.v, keys.rows, m_dv) && all_visible(keys)) {
+    if (!m_args.center_v && in_place(m_args.v, keys.rows, m_dv) && all_visible(keys)) {
       m_values = rows_of(m_args.v, m_kv_head, key_begin(keys), m_first_value);
     } else {
       m_values = {m_tiles.values, m_tiles.ldv};
@@ -823,6 +919,17 @@ class Walker {
             },
             [=](int r) { return [=](int j) { values[r * ld + j] = A(0); }; });
       });
+      if (m_args.center_v) {
+        const A* centre = m_tiles.centre;
+        m_team.barrier();
+        for_each_in_counted_rows(
+            m_team, keys.rows, m_dv, seen,
+            [=](int r) {
+              A* to = values + r * ld;
+              return [=](int j) { to[j] -= centre[j]; };
+            },
+            [](int) { return [](int) {}; });
+      }
     }
     m_team.barrier();
     if (transposed_too) {
@@ -831,7 +938,23 @@ class Walker {
     }
   }
 
-  /// S += K^T V, z += sum of K.
+  /// What values are taken relative to: the first that is visible.
+  KOKKOS_FUNCTION void load_centre() {
+    std::int64_t first = 0;
+    while (first < m_sequence.nk && !m_visible(first)) ++first;
+    A* centre = m_tiles.centre;
+    m_team.barrier();
+    if (first == m_sequence.nk) {
+      fill(centre, m_dv, A(0));
+    } else {
+      const Rows<A> v = fetch(m_args.v, m_kv_head, m_sequence.k_begin + first, 1, m_first_value, m_dv,
+                              [](int) { return true; });
+      for_each(m_team, m_dv, [=](int j) { centre[j] = v.data[j * v.element]; });
+    }
+    m_team.barrier();
+  }
+
+  /// S += K^T V, z += sum of K, t += sum of V.
   KOKKOS_FUNCTION void absorb_loaded_keys(Chunk keys) {
     if (m_transposed)
       multiply(m_team, m_dv, m_features,
@@ -839,7 +962,9 @@ class Walker {
     else
       multiply(m_team, m_features, m_dv,
                Product<A>{{m_keys.data, 1, m_keys.ld}, m_values.data, m_values.ld, keys.rows}, state_target());
-    if (m_args.normalise || m_args.last.present) add_rows_to_sums(m_keys, keys.rows, [](int) { return A(1); });
+    const auto once = [](int) { return A(1); };
+    if (m_args.normalise || m_args.last.present) add_rows(m_keys, keys.rows, once, feature_sums());
+    if (m_args.has_constant) add_rows(m_values, keys.rows, once, value_sums());
     m_team.barrier();
   }
 
@@ -860,6 +985,11 @@ class Walker {
     const int first = first_row(rows);
     const int count = rows.rows - first;
     m_team.barrier();
+    if (m_args.has_constant) {
+      m_constant = static_cast<A>(m_args.constant(head));
+      fill(m_tiles.constants, rows.rows, m_constant);
+    }
+    if (m_args.counts_keys() && (m_walk == Walk::output || m_args.clamp)) count_rows(rows);
     m_queries = {m_tiles.queries, m_tiles.ldr};
     if constexpr (IdentityFeatureMap<QueryMap>) {
       if (first == 0 && in_place(m_args.q, rows.rows, m_features)) {
@@ -901,23 +1031,38 @@ class Walker {
             const int scale = row_shift[first + r];
             return [=](int d) { return scale - window[d]; };
           },
-          [=](int r) { return row_shift[first + r] > no_shift / 2; });  // it sees a key
+          [=](int r) { return row_shift[first + r] > no_shift / 2; }, RowFactors{});  // it sees a key
     } else {
       (void)running;
       features<QueryMap>(map, fetch_features<QueryMap>(m_args.q, head, query_begin(rows) + first, count, all),
-                         count, queries + first * ld, [](int) { return [](int) { return 0; }; }, all);
+                         count, queries + first * ld, [](int) { return [](int) { return 0; }; }, all,
+                         query_factors(head, first));
     }
     m_team.barrier();
   }
 
-  /// P = Q K^T on and below the diagonal, zero above it and in rows without a query.
+  /// P = Q K^T + b on and below the diagonal, zero above it and in rows without a query.
   KOKKOS_FUNCTION void causal_weights(Chunk piece) {
     multiply(m_team, piece.rows, piece.rows,
              Product<A>{{m_queries.data, m_queries.ld, 1}, m_tiles.keys_t, m_tiles.ldc, m_features},
              Target<A>{.c = m_tiles.weights, .ldc = m_tiles.ldc, .lower_only = true});
     m_team.barrier();
     keep_lower_triangle(m_team, piece.rows, first_row(piece), m_tiles.ldc, m_tiles.weights, m_tiles.ldc,
-                        static_cast<const A*>(nullptr));
+                        static_cast<const A*>(m_args.has_constant ? m_tiles.constants : nullptr));
+    m_team.barrier();
+    clear_hidden_keys(piece, m_tiles.weights);
+  }
+
+  /// Features and values of hidden keys are 0, and so is what they add to products, but a constant is not.
+  KOKKOS_FUNCTION void clear_hidden_keys(Chunk piece, A* tile) {
+    if (!m_args.has_constant || all_visible(piece)) return;
+    const Visibility visible = m_visible;
+    const int ld = m_tiles.ldc;
+    for_each_in_rows(m_team, piece.rows, piece.rows, [=](int i) {
+      return [=](int j) {
+        if (!visible(piece.begin + j)) tile[i * ld + j] = A(0);
+      };
+    });
     m_team.barrier();
   }
 
@@ -939,13 +1084,44 @@ class Walker {
   /// An overflowed denominator must not pass as a row of zeros.
   KOKKOS_FUNCTION static A divisor(A s) { return s - s == A(0) ? s : s - s; }
 
-  /// o = n / s with n = Q S (+ P V of the chunk), s = Q z (+ sums of rows of P), to the caller.
+  /// The row sum that a row is divided by, and whether it stands in for its own.
+  struct RowSum {
+    A value;
+    bool replaced;
+  };
+  KOKKOS_FUNCTION RowSum row_sum(A s, int row) const {
+    if (m_args.clamp) {
+      const A least = m_args.least_normaliser * m_tiles.row_counts[row];
+      const A size = s < A(0) ? -s : s;
+      if (size < least) return {s < A(0) ? -least : least, true};
+    }
+    return {divisor(s), false};
+  }
+
+  KOKKOS_FUNCTION void clear_records() {
+    if (m_args.records && m_team.rank() == 0)
+      for (std::int64_t g = 0; g < m_args.group; ++g)
+        m_args.records[m_task * m_args.group + g] = {power_of_two<double>(1024), -1};
+  }
+
+  /// Keeps the smallest |s| / m so far; sums that are no numbers are the smallest.
+  KOKKOS_FUNCTION void record(const A* sums, int first, int rows, std::int64_t begin, std::int64_t g) {
+    if (!m_args.records || m_first_value > 0 || m_team.rank() != 0) return;
+    NormaliserRecord& record = m_args.records[m_task * m_args.group + g];
+    for (int i = first; i < rows; ++i) {
+      const A s = divisor(sums[i]), count = m_tiles.row_counts[i];
+      const double ratio = static_cast<double>(s < A(0) ? -s : s) / static_cast<double>(count);
+      if (count > A(0) && record.ratio == record.ratio && !(ratio >= record.ratio)) record = {ratio, begin + i};
+    }
+  }
+
+  /// o = n / s with n = Q S + b t (+ P V of the chunk), s = Q z + b m (+ sums of rows of P), to the caller.
   LINATTN_OUTLINE KOKKOS_FUNCTION void answer(Chunk rows, std::int64_t g, bool with_chunk) {
     const std::int64_t head = query_head(g);
     const std::int64_t begin = query_begin(rows);
     const int first = first_row(rows);
     A* row_scale = m_tiles.row_scale;
-    bool direct = first == 0 && in_place(m_args.o, rows.rows, m_dv);
+    bool direct = first == 0 && !m_args.has_noise() && !m_args.center_v && in_place(m_args.o, rows.rows, m_dv);
     if (m_args.normalise) {
       RowSums<A> sums{m_queries.data, m_queries.ld, m_tiles.sums, 0, padded_columns<A>(m_features)};
       if (with_chunk) {
@@ -954,12 +1130,22 @@ class Walker {
       }
       sum_rows(m_team, rows.rows, sums, row_scale);
       m_team.barrier();
+      if (m_args.has_constant) {
+        const A constant = m_constant * static_cast<A>(m_count);
+        for_each(m_team, rows.rows, [=](int i) { row_scale[i] += constant; });
+        m_team.barrier();
+      }
+      if (m_args.records) {
+        record(row_scale, first, rows.rows, begin, g);
+        m_team.barrier();
+      }
       for_each(m_team, rows.rows - first, [&](int r) {
         const A s = row_scale[first + r];
         if (m_args.denominator && m_first_value == 0)
           *m_args.denominator.row(m_sequence.batch, head, begin + first + r) = s;
-        row_scale[first + r] = divisor(s);
-        direct = direct && s != A(0);
+        if (m_args.center_v) m_tiles.row_terms[first + r] = divisor(s);
+        row_scale[first + r] = row_sum(s, first + r).value;
+        direct = direct && row_scale[first + r] != A(0);
       });
     } else {
       direct = direct && unit_scale();
@@ -971,6 +1157,7 @@ class Walker {
     sum.add({{m_queries.data, m_queries.ld, 1}, m_tiles.state, m_tiles.ldv, m_features});
     if (with_chunk)
       sum.add({{m_tiles.weights, m_tiles.ldc, 1}, m_values.data, m_values.ld, rows.rows, Band::lower});
+    if (m_args.has_constant) sum.add({{m_tiles.constants, 1, 0}, m_tiles.value_sums, 0, 1});
     Target<A> target{.c = m_tiles.out, .ldc = m_tiles.ldv};
     if (direct) {
       target.c = m_args.o.template row<A>(m_sequence.batch, head, begin) + m_first_value;
@@ -989,8 +1176,75 @@ class Walker {
       return [=](int j) { row[j] = row[j] * factor / divisor; };
     });
     m_team.barrier();
-    put(out + first * ld, ld, m_args.o, head, begin + first, rows.rows - first, m_first_value, m_dv,
-        [=](int r) { return !(normalise && row_scale[first + r] == A(0)); });
+    const auto counts = [=](int r) { return !(normalise && row_scale[first + r] == A(0)); };
+    if (m_args.center_v) {
+      if (m_args.centred)
+        put(out + first * ld, ld, m_args.centred, head, begin + first, rows.rows - first, m_first_value, m_dv, counts);
+      add_centre(rows.rows, first);
+    }
+    if (m_args.has_noise()) multiply_by_noise(out, first, rows.rows, make_noise(head, begin + first, rows.rows - first));
+    put(out + first * ld, ld, m_args.o, head, begin + first, rows.rows - first, m_first_value, m_dv, counts);
+  }
+
+  /// o = (n + s mu) / s, with the own row sum even where another has taken its place.
+  KOKKOS_FUNCTION void add_centre(int rows, int first) {
+    A* out = m_tiles.out;
+    const int ld = m_tiles.ldv;
+    const A* centre = m_tiles.centre;
+    const A* row_scale = m_tiles.row_scale;
+    const A* own = m_tiles.row_terms;
+    for_each_in_rows(m_team, rows - first, m_dv, [=](int r) {
+      A* row = out + (first + r) * ld;
+      const A share = own[first + r] == row_scale[first + r] ? A(1) : own[first + r] / row_scale[first + r];
+      return [=](int j) { row[j] += share * centre[j]; };
+    });
+    m_team.barrier();
+  }
+
+  // ---- noise ----------------------------------------------------------------------------------
+
+  /// Normals of the rows of a chunk: that of row r, column j of the window is row(r)[j].
+  struct Noise {
+    const A* data;
+    std::int64_t first;  // element of the whole problem that row 0 begins with
+    std::int64_t row, ld;
+    KOKKOS_FORCEINLINE_FUNCTION const A* operator()(int r) const {
+      return data + r * ld + ((ld == row ? first : first + r * row) & 3);
+    }
+  };
+
+  KOKKOS_FUNCTION Noise make_noise(std::int64_t head, std::int64_t begin, int rows) {
+    const Dropout& d = m_args.dropout;
+    const std::int64_t dv = m_args.dv;
+    const std::int64_t row =
+        ((m_sequence.batch + d.first_batch) * d.heads + head + d.first_head) * d.queries + begin + d.first_query;
+    Noise noise{m_tiles.noise, row * dv + m_first_value, dv, m_dv == dv ? dv : noise_stride(m_dv)};
+    const auto fill = [&](std::int64_t first, std::int64_t count, A* to) {
+      const std::int64_t counter = first >> 2;
+      fill_normals(m_team, d.seed, d.offset, static_cast<std::uint64_t>(counter),
+                   ((first + count - 1) >> 2) - counter + 1, to);
+    };
+    m_team.barrier();
+    if (rows > 0 && m_dv > 0) {
+      if (m_dv == dv)  // side by side
+        fill(noise.first, rows * dv, m_tiles.noise);
+      else
+        for (int r = 0; r < rows; ++r) fill(noise.first + r * dv, m_dv, m_tiles.noise + r * noise.ld);
+    }
+    m_team.barrier();
+    return noise;
+  }
+
+  /// Rows `first` to `rows` of a tile *= 1 + p n.
+  KOKKOS_FUNCTION void multiply_by_noise(A* tile, int first, int rows, const Noise& noise) {
+    const int ld = m_tiles.ldv;
+    const A p = static_cast<A>(m_args.dropout.p);
+    for_each_in_rows(m_team, rows - first, m_dv, [=](int r) {
+      A* x = tile + (first + r) * ld;
+      const A* n = noise(r);
+      return [=](int j) { x[j] *= A(1) + p * n[j]; };
+    });
+    m_team.barrier();
   }
 
   // ---- backward -------------------------------------------------------------------------------
@@ -1025,7 +1279,7 @@ class Walker {
     const int first = first_row(rows);
     const int count = rows.rows - first;
     const bool normalise = m_args.normalise;
-    if (unit_scale() && first == 0 && in_place(m_args.d_o, rows.rows, m_dv)) {
+    if (unit_scale() && !m_args.has_noise() && first == 0 && in_place(m_args.d_o, rows.rows, m_dv)) {
       m_cotangents = rows_of(m_args.d_o, head, begin, m_first_value);
       return;  // the terms of rows are zero and stay so
     }
@@ -1035,7 +1289,7 @@ class Walker {
     for_each(m_team, rows.rows, [&](int i) {
       A scale = A(0);
       if (i >= first)
-        scale = normalise ? divisor(*m_args.denominator.row(m_sequence.batch, head, begin + i))
+        scale = normalise ? row_sum(*m_args.denominator.row(m_sequence.batch, head, begin + i), i).value
                           : unscale(m_args.scale, i);
       row_scale[i] = scale;
       row_terms[i] = A(0);
@@ -1058,23 +1312,45 @@ class Walker {
           [=](int i) { return [=](int j) { cotangents[i * ld + j] = A(0); }; });
     });
     m_team.barrier();
+    const bool noisy = m_args.has_noise();
+    const Noise noise = noisy ? make_noise(head, begin + first, count) : Noise{};
+    // e from the rows that the noise has multiplied and dO before it, or from centred rows and dO after it
+    const bool by_centred = m_args.center_v && m_args.centred;
+    if (noisy && (by_centred || !wants_row_terms())) multiply_by_noise(cotangents, first, rows.rows, noise);
     if (!wants_row_terms()) return;
-    Rows<A> o = fetch(m_args.o, head, begin + first, count, m_first_value, m_dv,
+    load_row_terms(rows, head, begin, first, counts, noisy && !by_centred ? &noise : nullptr);
+    if (noisy && !by_centred) multiply_by_noise(cotangents, first, rows.rows, noise);
+    if (m_args.clamp) clear_replaced_row_terms(rows, head, begin, first);
+  }
+
+  /// e_i = -G_i . o_i with o relative to the centre, if there is one; `noise`: that of the rows y.
+  template <class Counts>
+  KOKKOS_FUNCTION void load_row_terms(Chunk rows, std::int64_t head, std::int64_t begin, int first,
+                                      const Counts& counts, const Noise* noise) {
+    const int count = rows.rows - first;
+    const A* cotangents = m_tiles.cotangents;
+    A* row_terms = m_tiles.row_terms;
+    const int ld = m_tiles.ldv;
+    const bool is_centred = m_args.center_v && m_args.centred, to_centre = m_args.center_v && !is_centred;
+    const StoredTensor<A>& kept = is_centred ? m_args.centred : m_args.o;
+    Rows<A> o = fetch(kept, head, begin + first, count, m_first_value, m_dv,
                       [=](int r) { return counts(first + r); });
+    if (to_centre || (Team::on_host && (first > 0 || !in_place(kept, rows.rows, m_dv)))) {
+      A* outputs = m_tiles.outputs;
+      with_stride<Team>(o.element, [&](auto element) {
+        for_each_in_rows(m_team, count, m_dv, [=](int r) {
+          const A* from = o.data + r * o.row;
+          A* to = outputs + (first + r) * ld;
+          return [=](int j) { to[j] = from[j * element]; };
+        });
+      });
+      m_team.barrier();
+      if (to_centre) subtract_centre(outputs, first, rows.rows, noise);
+      o = {outputs + first * ld, ld, 1};
+    }
     if constexpr (Team::on_host) {
       // every row is summed in the same order, wherever it lies
-      if (first > 0 || !in_place(m_args.o, rows.rows, m_dv)) {
-        A* outputs = m_tiles.outputs;
-        with_stride<Team>(o.element, [&](auto element) {
-          for_each_in_rows(m_team, count, m_dv, [=](int r) {
-            const A* from = o.data + r * o.row;
-            A* to = outputs + (first + r) * ld;
-            return [=](int j) { to[j] = from[j * element]; };
-          });
-        });
-        o = {outputs, ld, 1};
-      }
-      dot_rows(m_team, rows.rows, cotangents, ld, o.data, o.row, padded_columns<A>(m_dv), row_terms);
+      dot_rows(m_team, rows.rows, cotangents, ld, o.data - first * o.row, o.row, padded_columns<A>(m_dv), row_terms);
       for_each(m_team, rows.rows, [&](int i) { row_terms[i] = counts(i) ? -row_terms[i] : A(0); });
     } else {
       for_each(m_team, count, [&](int r) {
@@ -1083,6 +1359,33 @@ class Walker {
         if (counts(first + r)) row_terms[first + r] = -total;
       });
     }
+    m_team.barrier();
+  }
+
+  /// y - (1 + p n) mu.
+  KOKKOS_FUNCTION void subtract_centre(A* tile, int first, int rows, const Noise* noise) {
+    const int ld = m_tiles.ldv;
+    const A* centre = m_tiles.centre;
+    const A p = static_cast<A>(m_args.dropout.p);
+    for_each_in_rows(m_team, rows - first, m_dv, [=](int r) {
+      A* y = tile + (first + r) * ld;
+      const A* n = noise ? (*noise)(r) : nullptr;
+      return [=](int j) { y[j] -= n ? (A(1) + p * n[j]) * centre[j] : centre[j]; };
+    });
+    m_team.barrier();
+  }
+
+  /// No gradient flows through a row sum that was replaced; what is left of e comes from the centre.
+  KOKKOS_FUNCTION void clear_replaced_row_terms(Chunk rows, std::int64_t head, std::int64_t begin, int first) {
+    const A* cotangents = m_tiles.cotangents;
+    const int ld = m_tiles.ldv;
+    for_each(m_team, rows.rows - first, [&](int r) {
+      const int i = first + r;
+      if (!row_sum(*m_args.denominator.row(m_sequence.batch, head, begin + i), i).replaced) return;
+      A term = A(0);
+      for (int j = 0; m_args.center_v && j < m_dv; ++j) term += cotangents[i * ld + j] * m_tiles.centre[j];
+      m_tiles.row_terms[i] = term;
+    });
     m_team.barrier();
   }
 
@@ -1095,11 +1398,13 @@ class Walker {
     keep_lower_triangle<Team, A>(m_team, piece.rows, first_row(piece), m_tiles.ldc, m_tiles.weight_cotangents,
                                  m_tiles.ldc, m_tiles.row_terms);
     m_team.barrier();
+    clear_hidden_keys(piece, m_tiles.weight_cotangents);
   }
 
   /// dQ = G S^T + e z^T (+ E K of the chunk), and dq to the caller.
   KOKKOS_FUNCTION void query_gradients(Chunk rows, std::int64_t g, bool with_chunk) {
     const std::int64_t head = query_head(g);
+    if (m_args.constant_parts && m_first_feature == 0) constant_gradient(rows, g, with_chunk);
     const int first = first_row(rows);
     const std::int64_t begin = query_begin(rows) + first;
     ProductSum<A> sum;
@@ -1123,7 +1428,27 @@ class Walker {
         bind_map<A>(m_args.query_map, head), m_args.q, head, begin, rows.rows - first,
         {m_queries.data + first * m_queries.ld, m_queries.ld}, m_tiles.out + first * m_tiles.ldr, m_args.d_q,
         m_args.query_parameter_parts ? m_args.query_parameter_parts + m_task * m_args.group + g : nullptr,
-        [](int) { return true; });
+        [](int) { return true; }, query_factors(head, first));
+  }
+
+  /// db = sum of E = G . t + e m for the keys of the state, and the sums of the rows of E for those of the chunk.
+  KOKKOS_FUNCTION void constant_gradient(Chunk rows, std::int64_t g, bool with_chunk) {
+    A* sums = m_tiles.row_scale;
+    RowSums<A> terms{m_cotangents.data, m_cotangents.ld, m_tiles.value_sums, 0, padded_columns<A>(m_dv)};
+    if (with_chunk) {
+      terms.more = m_tiles.weight_cotangents;
+      terms.ld_more = terms.more_n = m_tiles.ldc;
+    }
+    sum_rows(m_team, rows.rows, terms, sums);
+    m_team.barrier();
+    if (m_team.rank() == 0) {
+      const double count = static_cast<double>(m_count);
+      double total = 0;
+      for (int i = first_row(rows); i < rows.rows; ++i)
+        total += static_cast<double>(sums[i]) + static_cast<double>(m_tiles.row_terms[i]) * count;
+      m_args.constant_parts[m_task * m_args.group + g] += total;
+    }
+    m_team.barrier();
   }
 
   /// R += Q^T G, y += Q^T e (R is kept transposed).
@@ -1132,7 +1457,11 @@ class Walker {
              Product<A>{{m_cotangents.data, 1, m_cotangents.ld}, m_queries.data, m_queries.ld, rows.rows},
              state_target());
     const A* row_terms = m_tiles.row_terms;
-    if (wants_row_terms()) add_rows_to_sums(m_queries, rows.rows, [=](int i) { return row_terms[i]; });
+    if (wants_row_terms()) add_rows(m_queries, rows.rows, [=](int i) { return row_terms[i]; }, feature_sums());
+    if (m_args.has_constant) {
+      const A constant = m_constant;
+      add_rows(m_cotangents, rows.rows, [=](int) { return constant; }, value_sums());
+    }
     m_team.barrier();
   }
 
@@ -1149,7 +1478,7 @@ class Walker {
       absorb_queries_of_group(chunk(c, m_sequence.nq), nullptr);
   }
 
-  /// dK = V R^T + y and dV = K R, what later queries ask for and so to be had before those of the chunk
+  /// dK = V R^T + y and dV = K R + r, what later queries ask for and so to be had before those of the chunk
   /// enter R; with_chunk adds E^T Q and P^T G for the loaded queries. `begins`: nothing is there yet.
   KOKKOS_FUNCTION void key_gradients(Chunk keys, bool with_chunk, bool begins) {
     if (begins) aim_key_gradients(keys);
@@ -1163,17 +1492,18 @@ class Walker {
       multiply(m_team, keys.rows, m_features, sum, m_key_target);
     }
     if (m_args.wants_values) {
-      if (with_chunk) {
+      ProductSum<A> sum;
+      if (with_chunk)
+        sum.add({{m_tiles.weights, 1, m_tiles.ldc}, m_cotangents.data, m_cotangents.ld, keys.rows, Band::upper});
+      if (begins && m_args.has_constant) sum.add({{m_tiles.one, 0, 0}, m_tiles.value_sums, 0, 1});
+      if (sum.count > 0) {
         m_value_target.store = begins ? Store::overwrite : Store::add;
-        multiply(m_team, keys.rows, m_dv,
-                 Product<A>{{m_tiles.weights, 1, m_tiles.ldc}, m_cotangents.data, m_cotangents.ld, keys.rows,
-                            Band::upper},
-                 m_value_target);
+        multiply(m_team, keys.rows, m_dv, sum, m_value_target);
         m_team.barrier();
       }
       if (begins) {
         Target<A> target = m_value_target;
-        target.store = with_chunk ? Store::add : Store::overwrite;
+        target.store = sum.count > 0 ? Store::add : Store::overwrite;
         target.transposed = true;
         multiply(m_team, m_dv, keys.rows,
                  Product<A>{{m_tiles.state, m_tiles.ldr, 1}, m_tiles.keys_t, m_tiles.ldc, m_features}, target);
@@ -1210,7 +1540,8 @@ class Walker {
     if (wants_key_features() && !m_keys_direct)
       pull_back<KeyMap>(bind_map<A>(m_args.key_map, m_kv_head), m_args.k, m_kv_head, key_begin(keys), keys.rows,
                         m_keys, m_tiles.out, m_args.d_k,
-                        m_args.key_parameter_parts ? m_args.key_parameter_parts + m_task : nullptr, seen);
+                        m_args.key_parameter_parts ? m_args.key_parameter_parts + m_task : nullptr, seen,
+                        key_factors());
     if (m_args.wants_values && m_args.d_v && !m_values_direct)
       put(m_tiles.value_gradients, m_tiles.ldv, m_args.d_v, m_kv_head, key_begin(keys), keys.rows, m_first_value,
           m_dv, seen);
@@ -1223,19 +1554,52 @@ class Walker {
   template <class Map, class Visible>
   KOKKOS_FUNCTION Rows<A> fetch_features(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin, int rows,
                                          const Visible& visible) {
-    if constexpr (RowFeatureMap<Map>)
+    if constexpr (mixes_entries_v<Map>)
       return fetch(t, head, begin, rows, 0, m_args.d, visible);
     else
       return fetch(t, head, begin, rows, m_first_feature, m_features, visible);
+  }
+
+  /// Factors 1/rho of rows, for normalised maps: where they are kept, and that of the sequence.
+  struct RowFactors {
+    A* rows = nullptr;
+    A of_sequence = A(1);
+  };
+  KOKKOS_FUNCTION RowFactors key_factors() const {
+    return {m_tiles.key_factors, m_args.key_factors ? m_args.key_factors[m_unit] : A(1)};
+  }
+  KOKKOS_FUNCTION RowFactors query_factors(std::int64_t head, int first) const {
+    return {m_tiles.query_factors + first,
+            m_args.query_factors ? m_args.query_factors[m_member * m_args.heads + head] : A(1)};
   }
 
   /// f = phi(x) for `count` rows, zero where not visible(row); shift(row)(feature) matters to
   /// scaled maps only. Rows that are not visible are not read.
   template <class Map, class Bound, class Shift, class Visible>
   LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void features(const Bound& map, const Rows<A>& x, int count, A* f,
-                                                                const Shift& shift, const Visible& visible) {
+                                                                const Shift& shift, const Visible& visible,
+                                                                RowFactors factors) {
     const int ld = m_tiles.ldr;
-    if constexpr (RowFeatureMap<Map>) {
+    if constexpr (NormalisedFeatureMap<Map>) {
+      with_stride<Team>(x.element, [&](auto element) {
+        const int size = m_args.d;
+        for_each(m_team, count, [=](int r) {
+          factors.rows[r] = map.per_row && visible(r)
+                                ? inverse_norm(row_norm<Team>(x.data + r * x.row, element, size, map.eps))
+                                : factors.of_sequence;
+        });
+        m_team.barrier();
+        for_each_in_counted_rows(
+            m_team, count, m_features, visible,
+            [=, this](int r) {
+              const A* from = x.data + r * x.row + m_first_feature * element;
+              A* to = f + r * ld;
+              const A factor = factors.rows[r] * map.rate;
+              return [=](int d) { to[d] = from[d * element] * factor; };
+            },
+            [=](int r) { return [=](int d) { f[r * ld + d] = A(0); }; });
+      });
+    } else if constexpr (RowFeatureMap<Map>) {
       const int size = m_args.d, rank = m_args.features;
       for_each(m_team, count, [=](int r) {
         const Row<A> to{f + r * ld, rank, 1};
@@ -1270,10 +1634,13 @@ class Walker {
   LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void pull_back(const Bound& map, const StoredTensor<A>& t,
                                                                  std::int64_t head, std::int64_t begin, int count,
                                                                  Factored f, A* df, const StoredTensor<A>& d_t,
-                                                                 double* part, const Visible& visible) {
+                                                                 double* part, const Visible& visible,
+                                                                 RowFactors factors) {
     const Rows<A> x = fetch_features<Map>(t, head, begin, count, visible);
     const int ld = m_tiles.ldr;
-    if constexpr (RowFeatureMap<Map>) {
+    if constexpr (NormalisedFeatureMap<Map>) {
+      pull_back_norm(map, x, head, begin, count, df, d_t, part, visible, factors);
+    } else if constexpr (RowFeatureMap<Map>) {
       if (d_t) {
         const int size = m_args.d, rank = m_args.features;
         const bool native = d_t.storage == Storage::native;
@@ -1338,6 +1705,52 @@ class Walker {
     m_team.barrier();
   }
 
+  /// f = rate xhat, xhat = x / rho: dx = rate (df - xhat (xhat . df)) / rho where rho is that of the row, else
+  /// rate df / rho; the rate's part is xhat . df.
+  template <class Bound, class Visible>
+  KOKKOS_FUNCTION void pull_back_norm(const Bound& map, const Rows<A>& x, std::int64_t head, std::int64_t begin,
+                                      int count, A* df, const StoredTensor<A>& d_t, double* part,
+                                      const Visible& visible, RowFactors factors) {
+    const int ld = m_tiles.ldr, size = m_features;
+    double* dots = m_tiles.parameter_terms;
+    with_stride<Team>(x.element, [&](auto element) {
+      if (part || map.per_row) {
+        for_each(m_team, count, [=](int r) {
+          const A* from = x.data + r * x.row;
+          const A* df_row = df + r * ld;
+          const A factor = factors.rows[r];
+          dots[r] = visible(r) ? static_cast<double>(sum_along<Team, A>(
+                                     size, [=](int d) { return from[d * element] * factor * df_row[d]; }))
+                               : 0.0;
+        });
+        m_team.barrier();
+      }
+      if (part && m_team.rank() == 0) {
+        double total = 0;
+        for (int r = 0; r < count; ++r) total += dots[r];
+        *part += total;
+      }
+      if (!d_t) return;
+      const bool direct = Team::on_host && d_t.storage == Storage::native && d_t.element_stride == 1;
+      A* to = direct ? d_t.template row<A>(m_sequence.batch, head, begin) + m_first_feature : df;
+      const std::int64_t row = direct ? d_t.row_stride : ld;
+      for_each_in_counted_rows(
+          m_team, count, size, visible,
+          [=](int r) {
+            const A factor = factors.rows[r];
+            const A along = map.per_row ? static_cast<A>(dots[r]) * factor : A(0), rate = map.rate * factor;
+            const A* from = x.data + r * x.row;
+            const A* df_row = df + r * ld;
+            A* here = to + r * row;
+            return [=](int d) { here[d] = rate * (df_row[d] - from[d * element] * along); };
+          },
+          [=](int r) { return [=](int d) { to[r * row + d] = A(0); }; });
+      m_team.barrier();
+      if (!direct) put(df, ld, d_t, head, begin, count, m_first_feature, size, visible);
+    });
+    m_team.barrier();
+  }
+
   KOKKOS_FUNCTION void clear_parameter_parts(double* parts, std::int64_t count) {
     if (parts && m_team.rank() == 0)
       for (std::int64_t i = 0; i < count; ++i) parts[m_task * count + i] = 0.0;
@@ -1354,6 +1767,8 @@ class Walker {
   Sequence m_sequence{};
   Visibility m_visible{};
   std::int64_t m_loaded_interval = -1;
+  std::int64_t m_count = 0;  // keys of the state, if anybody asks
+  A m_constant = A(0);       // of the query head at hand
   Factored m_keys{}, m_values{}, m_queries{}, m_cotangents{};  // of the chunk at hand
   Target<A> m_key_target{}, m_value_target{};
   bool m_keys_direct = false, m_values_direct = false;
