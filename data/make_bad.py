@@ -231,6 +231,32 @@ packed("with_mask", [0, 6], [0, 6], "key_mask beside cu_seqlens", mask=True)
 packed("causal_member", [0, 4, 6], [0, 2, 6], "a causal member with 4 queries and 2 keys")
 
 
+def affine(name, word, what, **attributes):
+    @defect("affine_" + name, word, what)
+    def _(c):
+        c.root["variant"] = "affine"
+        c.config.update(attributes)
+
+
+affine("a_b_zero", "a = b = 0", "affine with a = b = 0", a=0.0, b=0.0)
+affine("dropout_negative", "found -0.1", "dropout_p = -0.1", dropout_p=-0.1)
+affine("dropout_nan", "dropout_p", "dropout_p is not a number", dropout_p=float("nan"))
+affine("max_causal", "qk_norm max", "qk_norm = max under a causal mask", qk_norm="max", causal=1)
+affine("scale_infinite", "a finite number", "scale is infinite", scale=float("inf"))
+
+
+@defect(
+    "affine_small_g_found",
+    "qk_norm='l2'",
+    "the weights of row 1 of head 2, batch entry 1, sum to 5e-9 for 5 keys",
+)
+def _(c):
+    c.root["variant"] = "affine"
+    c.config.update(qk_norm="none", scale=1.0, small_g="check")
+    c.data["inputs/k"][1, 1] = (1.0, 0.0)
+    c.data["inputs/q"][1, 2, 1] = (-1.0 + 2.0**-30, 0.0)
+
+
 def generate(folder):
     os.makedirs(folder, exist_ok=True)
     lines = []

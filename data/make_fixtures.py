@@ -22,6 +22,13 @@ and for lln, with the shares r_ijd = exp(alpha q_id + beta k_jd - c_i) of W_ij,
 
 Unnormalised: o_i = scale sum_j W_ij v_j, A_ij = scale g_i . v_j, dL/dv_j = scale sum_i W_ij g_i.
 
+Affine attention has weights W_ij = a scale x_ij + b, x_ij = qhat_i . khat_j, and factors n_i before
+and after: y_i = o_i n_i, so that g_i n_i takes the place of g_i, and then
+
+    dL/da = scale sum A_ij x_ij,   dL/dscale = a sum A_ij x_ij,   dL/db = sum A_ij
+
+where A_ij = g_i . v_j / s_i in a row whose sum s_i was replaced (clamp) or does not divide.
+
 Before a file is written, this script itself checks
   1. the output against plain scalar loops over the definition (small cases),
   2. every gradient against central finite differences of the output, below FD_LIMIT,
@@ -59,8 +66,13 @@ SCHEMA = "linattn-1"
 FD_LIMIT = 1e-7
 RTOL_F64 = 1e-11  # the layout's defaults
 RTOL_F32 = 2e-5
+# Files with more numbers in their inputs and cotangent than this are compressed, and the numbers
+# are rounded so that this helps. The smaller files keep all digits.
+COMPRESS_FROM = 800
+SIGNIFICANT_BITS = 13
 WIDE = np.longdouble
 LN2 = WIDE("0.693147180559945309417232121458176568")
+PI = WIDE("3.14159265358979323846264338327950288")
 
 
 @dataclasses.dataclass
@@ -82,8 +94,21 @@ class Case:
     key_mask: np.ndarray = None
     cu_q: np.ndarray = None
     cu_k: np.ndarray = None
-    state: dict = None  # S, z and for lln shift
-    state_g: dict = None  # cotangents of the final S and z
+    state: dict = None  # S, z, for lln shift, for affine t and m
+    state_g: dict = None  # cotangents of the final S, z and t; affine: those that are there
+    # Affine attention. None: the attribute is left out and the default holds.
+    a: float = None
+    b: float = None
+    qk_norm: str = None
+    norm_eps: float = None
+    small_g: str = None
+    g_min: float = None
+    center_v: bool = None
+    dropout_p: float = None
+    seed: int = None
+    offset: int = None
+    # Rows (B,H,Nq) whose sum of weights is exactly 0. Finite differences hold it there.
+    held: np.ndarray = None
     # Entries that finite differences leave alone: kinks, and rows at which the output jumps.
     still: dict = dataclasses.field(default_factory=dict)
     # Gradients that vanish by mathematics: stored as exact zeros, so that comparison is absolute.
@@ -97,6 +122,7 @@ class Case:
     integers: str = "<i8"
     chunks: bool = False
     notes_group: bool = False
+    compressed: bool = False
 
     def normalised(self):
         return self.variant != "identity" if self.normalise is None else self.normalise
@@ -106,12 +132,18 @@ class Case:
         found = {"q": self.q, "k": self.k, "v": self.v}
         if self.variant == "lln":
             found.update(alpha=np.asarray(self.alpha), beta=np.asarray(self.beta))
+        if self.variant == "affine":
+            found.update((n, np.asarray(affine_setting(self, n))) for n in ("a", "b", "scale"))
         if self.state is not None:
-            found.update({"state/S": self.state["S"], "state/z": self.state["z"]})
+            found.update(("state/" + n, self.state[n]) for n in self.state_names())
         return found
 
+    def state_names(self):
+        """The parts of a state that have gradients."""
+        return "Szt" if self.variant == "affine" else "Sz"
+
     def replaced(self, values):
-        """This case with other numbers in q, k, v, alpha, beta, state/S, state/z."""
+        """This case with other numbers in what parameters() names."""
         plain = {n: x for n, x in values.items() if "/" not in n}
         state = self.state
         if state is not None:
@@ -259,6 +291,8 @@ def final_shift(case):
 
 def evaluate(case, dtype, backward=True, shift_out=None):
     """Outputs {o, state/S, state/z} and, if wanted, gradients, all computed in dtype."""
+    if case.variant == "affine":
+        return evaluate_affine(case, dtype, backward)
     q, k, v, g = (np.asarray(x).astype(dtype) for x in (case.q, case.k, case.v, case.g))
     batch, heads, _, d = q.shape
     kv_heads, dv = k.shape[1], v.shape[3]
@@ -342,6 +376,330 @@ def evaluate(case, dtype, backward=True, shift_out=None):
 
 
 # --------------------------------------------------------------------------------------------------
+# Affine attention
+
+
+def philox(counter, key):
+    """Philox4x32-10: four words of 32 bits from a counter of four and a key of two."""
+    mask = 0xFFFFFFFF
+    c, (k0, k1) = list(counter), key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k0, p1 & mask, (p0 >> 32) ^ c[3] ^ k1, p0 & mask]
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c
+
+
+# Known answers of Random123.
+assert philox((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+assert philox(
+    (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF)
+) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+assert philox(
+    (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def words_of(case, e):
+    """The four words of the elements 4 floor(e / 4) ... 4 floor(e / 4) + 3."""
+    seed, offset = affine_setting(case, "seed"), affine_setting(case, "offset")
+    counter = [x >> shift & 0xFFFFFFFF for x in (e >> 2, offset) for shift in (0, 32)]
+    return philox(counter, (seed & 0xFFFFFFFF, seed >> 32))
+
+
+def noise(case, dtype):
+    """n of every element of o: in fp32 from 24 bits of each word, else from 32."""
+    extents = case.q.shape[:3] + case.v.shape[3:]
+    size = int(np.prod(extents))
+    words = [word for e in range(0, size, 4) for word in words_of(case, e)]
+    words = np.array(words, np.uint64).reshape(-1, 4)
+    if dtype == np.float32:
+        u = ((words >> np.uint64(8)).astype(dtype) + dtype(0.5)) * dtype(2.0**-24)
+    else:
+        u = (words.astype(dtype) + dtype(0.5)) * dtype(2.0**-32)
+    r, t = np.sqrt(dtype(-2) * np.log(u[:, 0::2])), dtype(2) * dtype(PI) * u[:, 1::2]
+    n = np.stack([r * np.cos(t), r * np.sin(t)], axis=2)
+    return n.reshape(-1)[:size].reshape(extents)
+
+
+def affine_setting(case, name):
+    """What the case says, or the layout's default."""
+    value = getattr(case, name)
+    if value is not None:
+        return value
+    if name == "scale":
+        d = WIDE(case.q.shape[3])
+        return 1 / np.sqrt(d) if affine_setting(case, "qk_norm") == "none" else WIDE(1)
+    return {
+        "a": 1.0,
+        "b": 1.0,
+        "qk_norm": "l2",
+        "norm_eps": 1e-6,
+        "small_g": "check",
+        "g_min": 1e-6,
+        "center_v": False,
+        "dropout_p": 0.0,
+        "seed": 0,
+        "offset": 0,
+    }[name]
+
+
+def normalised_rows(case, x):
+    """xhat of the rows x, and the map from its cotangent to that of x."""
+    norm = affine_setting(case, "qk_norm")
+    if norm == "none" or len(x) == 0:
+        return x, lambda g: g
+    squares = (x * x).sum(axis=1, keepdims=True)
+    if norm == "l2":
+        squares = squares + x.dtype.type(affine_setting(case, "norm_eps"))
+        rho = np.sqrt(np.where(squares == 0, x.dtype.type(1), squares))
+        y = x / rho
+        return y, lambda g: (g - y * (y * g).sum(axis=1, keepdims=True)) / rho
+    top = int(np.argmax(squares))  # the first of equal ones
+    rho = np.sqrt(squares[top, 0])
+    if rho == 0:
+        return x, lambda g: g
+    y = x / rho
+
+    def pullback(g):
+        dx = g / rho
+        dx[top] -= y[top] * (y * g).sum() / rho
+        return dx
+
+    return y, pullback
+
+
+def evaluate_affine(case, dtype, backward=True, facts=None):
+    """Outputs {o, state/S, state/z, state/t, state/m} and gradients, all computed in dtype.
+
+    facts, if given, receives what tells how well the problem determines its results.
+    """
+    q, k, v, g = (np.asarray(x).astype(dtype) for x in (case.q, case.k, case.v, case.g))
+    heads, kv_heads, dv = q.shape[1], k.shape[1], v.shape[3]
+    a, b, scale = (dtype(affine_setting(case, n)) for n in ("a", "b", "scale"))
+    rate = a * scale
+    clamp, least = affine_setting(case, "small_g") == "clamp", dtype(affine_setting(case, "g_min"))
+    factors = np.ones(q.shape[:3] + (dv,), dtype)
+    if affine_setting(case, "dropout_p"):
+        factors = factors + dtype(affine_setting(case, "dropout_p")) * noise(case, dtype)
+    # The values less those of the first key: the same result with other rounding, so that nothing
+    # needs it in extended precision.
+    center = affine_setting(case, "center_v") and dtype != WIDE
+    assert not center or (case.normalised() and not clamp and case.state is None)
+
+    out = {"o": np.zeros_like(factors)}
+    grad = {n: np.zeros_like(x) for n, x in (("q", q), ("k", k), ("v", v))}
+    grad.update((n, dtype(0)) for n in ("a", "b", "scale"))
+    if case.state is not None:
+        for n in "Szt":
+            out["state/" + n] = case.state[n].astype(dtype)
+            grad["state/" + n] = np.zeros_like(out["state/" + n])
+        out["state/m"] = np.array(case.state["m"], np.int64)
+    if facts is not None:
+        facts.update(ratio=[], replaced=[], zero=np.zeros(q.shape[:3], bool), kappa=[], negative=[])
+        facts.update(terms_a=0.0, terms_b=0.0)
+
+    for m, batch, rows, keys in case.members():
+        nq, nk = rows.stop - rows.start, keys.stop - keys.start
+        seen = np.arange(nk)
+        if case.key_mask is not None:
+            seen = seen[case.key_mask[batch, keys] != 0]
+        at = keys.start + seen
+        visible = np.ones((nq, len(seen)), bool)
+        if case.causal:
+            visible = seen[None, :] <= np.arange(nq)[:, None] + (nk - nq)
+        before = 0 if case.state is None else int(case.state["m"][m])
+        count = visible.sum(axis=1) + before
+        for source in range(kv_heads):
+            khat, k_pullback = normalised_rows(case, k[batch, source, at])
+            values = v[batch, source, at]
+            middle = values[0] if center and len(at) else np.zeros(dv, dtype)
+            values = values - middle
+            to_khat, to_values = np.zeros_like(khat), np.zeros_like(values)
+            state = None
+            if case.state is not None:
+                state = {n: case.state[n][m, source].astype(dtype) for n in "Szt"}
+            group = heads // kv_heads
+            for h in range(source * group, (source + 1) * group):
+                qhat, q_pullback = normalised_rows(case, q[batch, h, rows])
+                x = np.einsum("id,jd->ij", qhat, khat)
+                weight = np.where(visible, rate * x + b, 0)
+                top, total = np.einsum("ij,je->ie", weight, values), weight.sum(axis=1)
+                if state is not None:
+                    top = top + rate * np.einsum("id,de->ie", qhat, state["S"]) + b * state["t"]
+                    total = total + rate * np.einsum("id,d->i", qhat, state["z"])
+                    total = total + b * dtype(before)
+                sums = total
+                if case.held is not None:
+                    total = np.where(case.held[batch, h, rows], 0, total)
+                divided = np.ones(nq, bool)  # whether a gradient flows through the sum
+                factor = np.ones(nq, dtype)
+                if case.normalised():
+                    if clamp:
+                        divided = ~(np.abs(total) < least * count)
+                        bound = np.where(total < 0, -least * count, least * count)
+                        total = np.where(divided, total, bound)
+                    empty = (count == 0) | (total == 0)
+                    factor = np.where(empty, 0, 1 / np.where(empty, 1, total)).astype(dtype)
+                else:
+                    divided[:] = False
+                o = factor[:, None] * top
+                noisy = factors[batch, h, rows]
+                out["o"][batch, h, rows] = noisy * (o + (factor != 0)[:, None] * middle)
+
+                u = g[batch, h, rows] * noisy * factor[:, None]
+                kept = np.where(divided[:, None], o, 0)
+                c = (u * kept).sum(axis=1)
+                e = np.einsum("ie,ije->ij", u, values[None, :, :] - kept[:, None, :])
+                e = np.where(visible, e, 0)
+                to_qhat = rate * np.einsum("ij,jd->id", e, khat)
+                to_khat += rate * np.einsum("ij,id->jd", e, qhat)
+                to_values += np.einsum("ij,ie->je", weight, u)
+                by_x, by_one = (e * x).sum(), e.sum()
+                if state is not None:
+                    to_state = np.einsum("ie,de->id", u, state["S"]) - c[:, None] * state["z"]
+                    to_qhat = to_qhat + rate * to_state
+                    by_x = by_x + (qhat * to_state).sum()
+                    to_sum = np.einsum("ie,e->i", u, state["t"]) - c * dtype(before)
+                    by_one = by_one + to_sum.sum()
+                    grad["state/S"][m, source] += rate * np.einsum("id,ie->de", qhat, u)
+                    grad["state/z"][m, source] -= rate * np.einsum("id,i->d", qhat, c)
+                    grad["state/t"][m, source] += b * u.sum(axis=0)
+                grad["q"][batch, h, rows] = q_pullback(to_qhat)
+                grad["a"] += scale * by_x
+                grad["scale"] += a * by_x
+                grad["b"] += by_one
+                if facts is not None:
+                    some = count > 0
+                    facts["zero"][batch, h, rows] = some & (sums == 0)
+                    some &= sums != 0
+                    facts["ratio"] += list(np.abs(sums[some]) / count[some])
+                    facts["replaced"] += list(np.sign(sums[some]) * ~divided[some])
+                    if state is None:
+                        facts["kappa"] += list((np.abs(weight).sum(axis=1) / np.abs(sums))[some])
+                    facts["negative"] += list(weight[visible] < 0)
+                    # d a and d b as a running sum has them, each term by its size.
+                    by_value = np.where(visible, np.einsum("ie,je->ij", u, values), 0)
+                    shown = np.where(visible, x, 0)
+                    facts["terms_a"] += np.abs(scale * (shown * by_value).sum(axis=1)).sum()
+                    facts["terms_a"] += np.abs(scale * c * shown.sum(axis=1)).sum()
+                    facts["terms_b"] += np.abs(by_value.sum(axis=1)).sum() + np.abs(c * count).sum()
+            values = v[batch, source, at]
+            if state is not None:
+                out["state/S"][m, source] += np.einsum("jd,je->de", khat, values)
+                out["state/z"][m, source] += khat.sum(axis=0)
+                out["state/t"][m, source] += values.sum(axis=0)
+                final = {
+                    n: case.state_g[n][m, source].astype(dtype)
+                    if n in case.state_g
+                    else np.zeros_like(state[n])
+                    for n in "Szt"
+                }
+                to_khat += np.einsum("je,de->jd", values, final["S"]) + final["z"]
+                to_values += np.einsum("jd,de->je", khat, final["S"]) + final["t"]
+                for n in "Szt":
+                    grad["state/" + n][m, source] += final[n]
+            grad["k"][batch, source, at] = k_pullback(to_khat)
+            grad["v"][batch, source, at] = to_values
+        if case.state is not None:
+            out["state/m"][m] += len(seen)
+    return out, (grad if backward else None)
+
+
+def scalar_affine(case):
+    """o of affine attention by loops over the definition, one number at a time."""
+    batch, heads, nq_all, d = case.q.shape
+    kv_heads, dv = case.k.shape[1], case.v.shape[3]
+    a, b, scale, p = (float(affine_setting(case, n)) for n in ("a", "b", "scale", "dropout_p"))
+    norm, eps = affine_setting(case, "qk_norm"), affine_setting(case, "norm_eps")
+    g_min, clamp = affine_setting(case, "g_min"), affine_setting(case, "small_g") == "clamp"
+    o = np.zeros((batch, heads, nq_all, dv))
+
+    def length(row):
+        return math.sqrt(math.fsum(x * x for x in row))
+
+    for m, at, rows, keys in case.members():
+        nq, nk = rows.stop - rows.start, keys.stop - keys.start
+        shown = [
+            j for j in range(nk) if case.key_mask is None or case.key_mask[at, keys.start + j]
+        ]
+        for h in range(heads):
+            source = math.floor(h / (heads / kv_heads))
+            query = case.q[at, h, rows].tolist()
+            key, value = case.k[at, source, keys].tolist(), case.v[at, source, keys].tolist()
+            longest_q = max([length(row) for row in query], default=0.0) or 1.0
+            longest_k = max([length(key[j]) for j in shown], default=0.0) or 1.0
+
+            def hat(row, longest):
+                if norm == "none":
+                    return row
+                rho = longest if norm == "max" else math.sqrt(length(row) ** 2 + eps)
+                return [x / rho for x in row]
+
+            for i in range(nq):
+                weights, values, sums = [], [], []
+                qhat = hat(query[i], longest_q)
+                for j in shown:
+                    if case.causal and j > i + nk - nq:
+                        continue
+                    khat = hat(key[j], longest_k)
+                    weights.append(a * scale * math.fsum(x * y for x, y in zip(qhat, khat)) + b)
+                    values.append(value[j])
+                count, sums = len(weights), list(weights)
+                if case.state is not None:
+                    # Row x of S has the weight of one more value, and t that of another.
+                    weights += [a * scale * x for x in qhat] + [b]
+                    values += case.state["S"][m, source].tolist()
+                    values.append(case.state["t"][m, source].tolist())
+                    z, old = case.state["z"][m, source].tolist(), int(case.state["m"][m])
+                    sums += [a * scale * x * y for x, y in zip(qhat, z)] + [b * old]
+                    count += old
+                total = math.fsum(sums)
+                if clamp and abs(total) < g_min * count:
+                    total = -g_min * count if total < 0 else g_min * count
+                for c in range(dv):
+                    y = math.fsum(w * row[c] for w, row in zip(weights, values))
+                    if case.normalised():
+                        y = 0.0 if count == 0 or total == 0 else y / total
+                    if p:
+                        e = ((at * heads + h) * nq_all + int(rows.start) + i) * dv + c
+                        u = [(word + 0.5) / 2.0**32 for word in words_of(case, e)]
+                        u1, u2 = u[0:2] if e % 4 < 2 else u[2:4]
+                        turn = math.sin if e % 2 else math.cos
+                        y *= 1.0 + p * math.sqrt(-2.0 * math.log(u1)) * turn(2.0 * math.pi * u2)
+                    o[at, h, rows.start + i, c] = y
+    return o
+
+
+def affine_is_sound(case, least):
+    """Whether fp32 can be asked for the results of this draw.
+
+    No row's sum comes near 0 (below `least` for each key) or near the bound of a clamp, and d a and
+    d b are not small beside their terms: in fp32 each term is off by some 2^-24, so that terms of
+    60 times their sum leave an error of 4e-6 of it, even if all their errors add up.
+    """
+    facts = {}
+    out, grad = evaluate_affine(case, np.float64, facts=facts)
+    ratio, replaced = np.array(facts["ratio"]), np.array(facts["replaced"])
+    held = np.zeros_like(facts["zero"]) if case.held is None else case.held
+    if case.normalised():
+        if not np.array_equal(held, facts["zero"]):
+            return False
+        if np.any(ratio[replaced == 0] < least):
+            return False
+    if affine_setting(case, "small_g") == "clamp":
+        share = np.mean(replaced != 0)
+        if np.any(np.abs(ratio - case.g_min) < 0.01) or not 0.1 < share < 0.5:
+            return False
+        if not np.any(replaced > 0) or not np.any(replaced < 0):
+            return False
+    for n in "ab":
+        if n not in case.zero and not facts["terms_" + n] <= 60 * abs(grad[n]):
+            return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------
 # The script's own checks
 
 
@@ -359,6 +717,8 @@ def relative_error(found, reference):
 
 def scalar_forward(case):
     """o by loops over the definition, one number at a time."""
+    if case.variant == "affine":
+        return scalar_affine(case)
     scalar = {
         "identity": lambda x: x,
         "elu": lambda x: x + 1.0 if x > 0.0 else math.exp(x),
@@ -432,12 +792,12 @@ def continued(case, out):
         shift = final_shift(part) if case.variant == "lln" else None
         found, _ = evaluate(part, WIDE, backward=False, shift_out=shift)
         parts.append(found["o"])
-        state = {n: found["state/" + n] for n in "Sz"}
+        state = {n[6:]: x for n, x in found.items() if n.startswith("state/")}
         if shift is not None:
             state["shift"] = shift
     error = max(
         relative_error(np.concatenate(parts, axis=2), out["o"]),
-        *(relative_error(state[n], out["state/" + n]) for n in "Sz"),
+        *(relative_error(state[n[6:]], x) for n, x in out.items() if n.startswith("state/")),
     )
     assert error < 1e-13, f"{case.name}: continuing from the state differs by {error}"
 
@@ -446,8 +806,8 @@ def loss(case, values, shift_out):
     out, _ = evaluate(case.replaced(values), WIDE, backward=False, shift_out=shift_out)
     total = (out["o"] * case.g.astype(WIDE)).sum()
     if case.state is not None:
-        for n in "Sz":
-            total = total + (out["state/" + n] * case.state_g[n].astype(WIDE)).sum()
+        for n, g in case.state_g.items():
+            total = total + (out["state/" + n] * g.astype(WIDE)).sum()
     return total
 
 
@@ -523,8 +883,14 @@ def verified(case):
             scalar = relative_error(scalar_forward(case), out["o"])
             assert scalar < 1e-13, f"{case.name}: scalar loops differ by {scalar}"
 
-        if case.state is not None and case.causal and case.cu_q is None and nq > 1:
+        whole = case.cu_q is None and case.key_mask is None and not case.dropout_p
+        if case.state is not None and case.causal and whole and nq > 1:
             continued(case, out)
+        if case.variant == "affine" and case.normalised() and case.small_g != "clamp":
+            # a and b together have no effect.
+            euler = affine_setting(case, "a") * grad["a"] + affine_setting(case, "b") * grad["b"]
+            size = abs(affine_setting(case, "b") * grad["b"]) + WIDE(1)
+            assert abs(euler) < 1e-14 * size, f"{case.name}: a da + b db = {euler}"
 
         rng = np.random.RandomState(zlib.crc32(b"differences " + case.name.encode()))
         fd = finite_differences(case, grad, shift_out, rng)
@@ -552,13 +918,19 @@ def verified(case):
 # Writing
 
 
-def open_for_writing(path, old_format=False):
-    """A new file without time stamps, so that the same content gives the same bytes."""
+def open_for_writing(path, old_format=False, compressed=False):
+    """A new file without time stamps, so that the same content gives the same bytes.
+
+    The index of a dataset in one chunk takes 3 KB in the format of HDF5 1.8 and nothing in that of
+    1.10, which compressed files of many small datasets use.
+    """
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     creation.set_obj_track_times(False)
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     if old_format:
         access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_V18)
+    elif compressed:
+        access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
     else:
         access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
     name = os.fsencode(path)
@@ -602,10 +974,12 @@ def write_string(target, name, text, form="fixed-nullterm"):
         attribute.write(np.frombuffer(data + fill, f"S{len(data) + 1}").reshape(()), mtype=kind)
 
 
-def write_dataset(file, path, data, dtype, chunks=False):
+def write_dataset(file, path, data, dtype, chunks=False, compressed=False):
     data = np.asarray(data).astype(dtype)
     options = {"track_times": False}
-    if chunks and data.ndim == 4:
+    if compressed and data.size > 16:
+        options.update(chunks=data.shape, shuffle=True, compression=9)
+    elif chunks and data.ndim == 4:
         options["chunks"] = data.shape[:-2] + (1 + data.shape[-2] // 2,) + data.shape[-1:]
     group, _, name = path.rpartition("/")
     require_group(file, group).create_dataset(name, data=data, **options)
@@ -613,7 +987,7 @@ def write_dataset(file, path, data, dtype, chunks=False):
 
 def write(case, out, grad, path):
     real = np.dtype(case.storage)
-    with open_for_writing(path, case.old_format) as file:
+    with open_for_writing(path, case.old_format, case.compressed) as file:
         for name, text in (
             ("schema", SCHEMA),
             ("variant", case.variant),
@@ -623,12 +997,20 @@ def write(case, out, grad, path):
             write_string(file, name, text, case.strings)
         # Full is the default: lln's files say so, the others leave the attribute out.
         causal = case.causal if case.causal or case.variant == "lln" else None
-        numbers = {"causal": causal, "normalise": case.normalise}
+        numbers = {"causal": causal, "normalise": case.normalise, "center_v": case.center_v}
         numbers = {n: int(x) for n, x in numbers.items() if x is not None}
-        reals = {n: getattr(case, n) for n in ("scale", "alpha", "beta")}
-        reals = {n: x for n, x in reals.items() if x is not None}
-        if numbers or reals:
+        reals = ("scale", "alpha", "beta", "a", "b", "norm_eps", "g_min", "dropout_p")
+        reals = {n: getattr(case, n) for n in reals if getattr(case, n) is not None}
+        counters = {n: getattr(case, n) for n in ("seed", "offset")}
+        counters = {n: x for n, x in counters.items() if x is not None}
+        choices = {n: getattr(case, n) for n in ("qk_norm", "small_g")}
+        choices = {n: x for n, x in choices.items() if x is not None}
+        if numbers or reals or counters or choices:
             config = require_group(file, "config")
+            for name, text in choices.items():
+                write_string(config, name, text, case.strings)
+            for name, value in counters.items():
+                config.attrs.create(name, value, dtype="<u8")
             for name, value in numbers.items():
                 config.attrs.create(name, value, dtype=case.integers)
             for name, value in reals.items():
@@ -638,7 +1020,9 @@ def write(case, out, grad, path):
                     config.attrs.create(name, value, dtype=">f8" if real.str[0] == ">" else "<f8")
 
         def put(path, data, dtype=real):
-            write_dataset(file, path, data, dtype, case.chunks)
+            if path.endswith("/m"):
+                dtype = "<i8"
+            write_dataset(file, path, data, dtype, case.chunks, case.compressed)
 
         for name in "qkv":
             put("inputs/" + name, getattr(case, name))
@@ -678,10 +1062,26 @@ def away_from_zero(x, margin):
     return np.where(np.abs(x) < margin, np.where(x < 0, -margin, margin), x)
 
 
-def draw(name, variant, description, extents, spread=1.0, positive=False, **options):
+def rounded(x):
+    """x to SIGNIFICANT_BITS."""
+    fraction, exponent = np.frexp(x)
+    return np.ldexp(np.rint(np.ldexp(fraction, SIGNIFICANT_BITS)), exponent - SIGNIFICANT_BITS)
+
+
+def draw(
+    name,
+    variant,
+    description,
+    extents,
+    spread=1.0,
+    positive=False,
+    stream=None,
+    all_digits=False,
+    **options,
+):
     """A case with Gaussian inputs; extents = (B, H, Hkv, Nq, Nk, D, Dv)."""
     b, h, hkv, nq, nk, d, dv = extents
-    rng = source(name)
+    rng = source(stream or name)
     q = spread * rng.standard_normal((b, h, nq, d))
     k = spread * rng.standard_normal((b, hkv, nk, d))
     v = rng.standard_normal((b, hkv, nk, dv))
@@ -692,7 +1092,41 @@ def draw(name, variant, description, extents, spread=1.0, positive=False, **opti
         q, k = away_from_zero(q, 0.02), away_from_zero(k, 0.02)
     if options.get("storage", "<f8")[1:] == "f4":
         q, k, v, g = (x.astype(np.float32).astype(np.float64) for x in (q, k, v, g))
-    return Case(name, variant, description, q, k, v, g, **options)
+    special = any(options.get(n) for n in ("storage", "old_format", "chunks"))
+    compressed = sum(x.size for x in (q, k, v, g)) > COMPRESS_FROM and not special
+    if compressed and not all_digits:
+        q, k, v, g = map(rounded, (q, k, v, g))
+    return Case(name, variant, description, q, k, v, g, compressed=compressed, **options)
+
+
+def draw_affine(name, description, extents, change=None, least=0.25, accept=None, **options):
+    """The first draw of a name that is sound; change(case) puts the special in it."""
+    for attempt in range(1, 20000):
+        stream = name if attempt == 1 else f"{name} {attempt}"
+        case = draw(name, "affine", description, extents, stream=stream, **options)
+        if change is not None:
+            change(case)
+        with np.errstate(all="ignore"):
+            if affine_is_sound(case, least) and (accept is None or accept(case)):
+                return case
+    raise AssertionError(f"{name}: no draw is sound")
+
+
+def affine_state(case, counts, without=()):
+    """Gives an affine case the state of that many random keys in each member, and cotangents."""
+    rng = source("state of " + case.name)
+    members, hkv = len(counts), case.k.shape[1]
+    d, dv = case.k.shape[3], case.v.shape[3]
+    extents = {"S": (members, hkv, d, dv), "z": (members, hkv, d), "t": (members, hkv, dv)}
+    case.state = {n: np.zeros(x) for n, x in extents.items()}
+    case.state["m"] = np.array(counts, np.int64)
+    for m, count in enumerate(counts):
+        for h in range(hkv):
+            k, v = rng.standard_normal((count, d)), rng.standard_normal((count, dv))
+            k = normalised_rows(case, k)[0]
+            case.state["S"][m, h] = k.T @ v
+            case.state["z"][m, h], case.state["t"][m, h] = k.sum(axis=0), v.sum(axis=0)
+    case.state_g = {n: rng.standard_normal(x) for n, x in extents.items() if n not in without}
 
 
 def random_state(case, shift=None):
@@ -710,6 +1144,9 @@ def random_state(case, shift=None):
         "S": rng.standard_normal((members, hkv, d, dv)),
         "z": rng.standard_normal((members, hkv, d)),
     }
+    if case.compressed:
+        for of in (case.state, case.state_g):
+            of.update((n, rounded(x)) for n, x in of.items())
     return case
 
 
@@ -1169,6 +1606,7 @@ def foundation_cases():
             (1, 4, 2, 21, 35, 3, 5),
             causal=mask == "causal",
             zero=("q", "k") + tuple(extra),
+            all_digits=True,  # compresses well as it is
             **extra,
         )
         case.v[:] = case.v[:, :, :1]
@@ -1176,6 +1614,7 @@ def foundation_cases():
 
     # The inputs of the next ones are rounded to fp32, so that a fp32 run starts from the same
     # exponents: at |alpha q + beta k| = 100 the rounding of an input alone costs 6e-6 of a weight.
+    # They are not rounded further, so that nothing changes of the fp32 tolerances argued here.
     def exact_in_f32(case):
         for name in "qkvg":
             x = getattr(case, name)
@@ -1192,6 +1631,7 @@ def foundation_cases():
         causal=True,
         alpha=1.0,
         beta=1.0,
+        all_digits=True,
     )
     case.k[0, 0, 21, 2] = 110.0
     yield exact_in_f32(case)
@@ -1203,6 +1643,7 @@ def foundation_cases():
         spread=0.5,
         alpha=1.0,
         beta=1.0,
+        all_digits=True,
         # d beta = sum k dk contains 110 (G.v + e), where G.v and e are about 2 and cancel. In fp32 each is
         # a sum over 12 queries and 3 values in one order or another, off by up to 15 * 2^-24 of 2: their
         # difference by up to 3.6e-6, d beta by 110 times that, 2.8e-3 of its 0.143; less than half is seen.
@@ -1221,6 +1662,7 @@ def foundation_cases():
         causal=True,
         alpha=1.0,
         beta=1.0,
+        all_digits=True,
         # d beta = sum k dk contains 89 (G.v + e), where G.v and e are up to 15 |G| and cancel: in fp32
         # their difference is off by up to 15 * 2^-24, 89 times that is 8e-5, and d beta is 0.09.
         grad_rtol_f32=1e-3,
@@ -1239,6 +1681,7 @@ def foundation_cases():
             causal=mask == "causal",
             alpha=1.0,
             beta=1.0,
+            all_digits=True,
         )
         case.k[:, :, :, 1] += 50.0
         case.q[:, :, :, 1] -= 60.0
@@ -1252,6 +1695,7 @@ def foundation_cases():
         causal=True,
         alpha=1.0,
         beta=1.0,
+        all_digits=True,
     )
     ramp = 0.5 * np.arange(97.0)
     case.k[:, :, :, 0] += ramp
@@ -1266,6 +1710,7 @@ def foundation_cases():
         causal=True,
         alpha=1.0,
         beta=1.0,
+        all_digits=True,
         # Exponents of size 25 log2(e) cost up to 2e-6 of a weight in fp32, and d alpha and
         # d beta are sums of terms q dq, k dk of both signs, 10 to 20 times their sum.
         grad_rtol_f32=1e-4,
@@ -1279,6 +1724,7 @@ def foundation_cases():
         spread=0.5,
         alpha=1.0,
         beta=1.0,
+        all_digits=True,
         # Rounding an exponent of 110 log2(e) to fp32 costs up to 5e-6 of a weight, and
         # d beta = sum k dk loses two digits more, since sum dk = 0 and all k are near -110.
         grad_rtol_f32=4e-4,
@@ -1483,6 +1929,274 @@ def extended_cases():
     yield random_state(case)
 
 
+def affine_cases():
+    yield draw_affine(
+        "affine_full_defaults",
+        "no /config group: full mask, q and k over their L2 norms, a = b = scale = 1",
+        (2, 4, 2, 5, 7, 3, 6),
+    )
+    yield draw_affine(
+        "affine_causal_l2_gqa_n65",
+        "one row more than 64; norm_eps large enough to be felt",
+        (1, 4, 2, 65, 65, 3, 2),
+        causal=True,
+        qk_norm="l2",
+        norm_eps=0.0625,
+        a=0.75,
+        b=1.25,
+    )
+    yield draw_affine(
+        "affine_causal_none_negative_weights",
+        "weights of both signs and sums of both signs, no sum near 0",
+        (1, 2, 1, 13, 13, 5, 3),
+        causal=True,
+        qk_norm="none",
+        a=1.5,
+        b=0.75,
+        least=0.1,
+        accept=signs_mixed,
+    )
+
+    def ties(case):
+        # Squares of 25 without rounding: two keys tie for the largest norm, and no query has one.
+        case.k[0, 0, 2], case.k[0, 0, 7] = (3, 0, -4, 0, 0, 0), (0, 0, 0, 0, 5, 0)
+        case.q[1, 2] = 0
+        # One of the two carries the gradient, so neither may move; nor may queries leave 0.
+        case.still = {"k": np.zeros(case.k.shape, bool), "q": np.zeros(case.q.shape, bool)}
+        case.still["k"][0, 0, [2, 7]] = case.still["q"][1, 2] = True
+
+    yield draw_affine(
+        "affine_full_max_cross",
+        "largest norms: of two equal keys the first carries the gradient, and a head of queries "
+        "that are all 0 is divided by 1",
+        (2, 4, 2, 5, 8, 6, 3),
+        ties,
+        qk_norm="max",
+        a=1.25,
+        b=1.5,
+    )
+    yield draw_affine(
+        "affine_causal_cross_n17_n40",
+        "one key/value head; query i sees keys up to i + 23",
+        (1, 3, 1, 17, 40, 4, 5),
+        causal=True,
+        scale=0.75,
+    )
+    yield draw_affine(
+        "affine_causal_dropout",
+        "dropout, seed and offset above 2^32, Dv not a multiple of 4: groups of four normals go "
+        "across rows, heads and batch entries",
+        (2, 3, 1, 6, 6, 4, 5),
+        causal=True,
+        dropout_p=0.3,
+        seed=0x9E3779B97F4A7C15,
+        offset=0x123456789AB,
+    )
+    yield draw_affine(
+        "affine_full_dropout_gqa_scale",
+        "dropout of other settings than the defaults: GQA, no norms, scale and a",
+        (1, 4, 2, 7, 10, 3, 6),
+        qk_norm="none",
+        scale=-0.25,
+        a=0.5,
+        b=1.25,
+        dropout_p=0.5,
+        seed=7,
+        offset=3,
+        strings="variable-utf8",
+    )
+
+    def clamped(case):
+        # Sums of exactly 0 in any order of summation: one weight of 0; weights 1 and -1.
+        case.k[0, 0, :2] = (1, 1, 0, 0), (0, 0, 1, 1)
+        case.q[0, 0, 0], case.q[0, 1, 1] = (-1, -1, 0, 0), (1, -1, -2, -2)
+        case.held = np.zeros(case.q.shape[:3], bool)
+        case.held[0, 0, 0] = case.held[0, 1, 1] = True
+
+    yield draw_affine(
+        "affine_causal_clamp",
+        "small_g = clamp with g_min = 0.3 for each key: sums of either sign are replaced, and two "
+        "that are exactly 0",
+        (1, 2, 1, 16, 16, 4, 3),
+        clamped,
+        spread=1.3,
+        causal=True,
+        qk_norm="none",
+        small_g="clamp",
+        g_min=0.3,
+    )
+
+    def vanishing(case):
+        # Small multiples of 1/8: the first feature sums to 2, and 9 keys of weight 1 - 9 k_0 / 2
+        # have a sum of exactly 0, in any order of summation and in any of the types.
+        case.k[:] = np.rint(8 * case.k) / 8
+        case.k[:, :, -1, 0] += 2 - case.k[:, :, :, 0].sum(axis=2)
+        case.held = np.zeros(case.q.shape[:3], bool)
+        case.held[:, :, 2] = case.held[:, 1, 4] = True
+        case.q[case.held] = (-9, 0, 0, 0)
+
+    yield draw_affine(
+        "affine_full_zero_denominator",
+        "small_g = ignore, rows whose sum is exactly 0: o = 0 and no gradient from these rows",
+        (2, 2, 1, 6, 9, 4, 3),
+        vanishing,
+        qk_norm="none",
+        small_g="ignore",
+    )
+
+    def offset_values(case):
+        case.v += 100
+        for name in "qkvg":
+            x = getattr(case, name)
+            x[:] = x.astype(np.float32)
+
+    yield draw_affine(
+        "affine_causal_center_v",
+        "values around 100, center_v = 1: without it fp32 loses two digits of gradients; all "
+        "inputs are fp32 numbers",
+        (1, 2, 1, 20, 20, 3, 4),
+        offset_values,
+        causal=True,
+        center_v=True,
+    )
+    yield draw_affine(
+        "affine_full_unnormalised",
+        "normalise = 0: o = sum w v, and scale is that of the scores",
+        (1, 4, 2, 6, 9, 5, 3),
+        normalise=False,
+        scale=0.5,
+        a=1.5,
+        b=0.25,
+    )
+
+    def ones(case):
+        case.v[:] = 1
+
+    yield draw_affine(
+        "affine_causal_constant_values",
+        "v = 1: o = 1, and every gradient but dv is 0",
+        (1, 4, 2, 9, 12, 3, 5),
+        ones,
+        causal=True,
+        zero=("q", "k", "a", "b", "scale"),
+    )
+    yield draw_affine(
+        "affine_full_nk0",
+        "no keys: o = 0, every gradient 0",
+        (2, 4, 2, 6, 0, 3, 5),
+        zero=("q", "a", "b", "scale"),
+    )
+    yield draw_affine(
+        "affine_causal_a0",
+        "a = 0: running means, whatever b; every gradient but da and dv is 0",
+        (2, 2, 1, 9, 9, 3, 4),
+        causal=True,
+        a=0.0,
+        b=2.0,
+        zero=("q", "k", "b", "scale"),
+    )
+    yield draw_affine(
+        "affine_full_b0_positive",
+        "b = 0 with positive q and k: a and scale have no effect, b has",
+        (1, 2, 1, 12, 16, 5, 4),
+        positive=True,
+        a=1.5,
+        b=0.0,
+        zero=("a", "scale"),
+    )
+
+
+def signs_mixed(case):
+    facts = {}
+    evaluate_affine(case, np.float64, facts=facts)
+    return 0.2 < np.mean(facts["negative"]) < 0.5 and max(facts["kappa"]) < 8
+
+
+def extended_affine_cases():
+    def masked(case):
+        case.key_mask = np.ones((2, 12), np.uint8)
+        case.key_mask[0, [1, 6]] = case.key_mask[1, [0, 4, 5, 11]] = 0
+        poisoned(case)
+        case.k[0, :, 6], case.v[0, :, 6] = 40.0, 1.0
+        case.still = {
+            n: np.broadcast_to(case.key_mask[:, None, :, None] == 0, getattr(case, n).shape)
+            for n in "kv"
+        }
+
+    yield draw_affine(
+        "affine_full_max_mask",
+        "a hidden key has the largest norm of all and must not count; NaN in the other hidden keys",
+        (2, 2, 1, 8, 12, 4, 3),
+        masked,
+        qk_norm="max",
+    )
+
+    def padded(case):
+        case.key_mask = np.ones((2, 13), np.uint8)
+        case.key_mask[0, :5] = case.key_mask[1, :2] = 0
+        poisoned(case)
+
+    yield draw_affine(
+        "affine_causal_left_padding",
+        "left padding, NaN there: the first rows see no key, o = 0, and m counts visible keys only",
+        (2, 2, 1, 13, 13, 4, 3),
+        padded,
+        causal=True,
+        b=1.5,
+    )
+    yield draw_affine(
+        "affine_causal_state_gqa",
+        "initial state of 6 keys, GQA; cotangents of the final S, z and t",
+        (1, 4, 2, 17, 17, 3, 5),
+        lambda case: affine_state(case, [6]),
+        causal=True,
+        a=1.25,
+        b=1.75,
+    )
+
+    def masked_state(case):
+        case.key_mask = np.ones((2, 15), np.uint8)
+        case.key_mask[0, [0, 7, 8, 14]] = 0
+        case.key_mask[1, :8] = 0
+        poisoned(case)
+        affine_state(case, [5, 0])
+
+    yield draw_affine(
+        "affine_causal_state_mask",
+        "states of 5 keys and of none; in the second entry the first rows see no key at all, "
+        "o = 0; the final m counts visible keys",
+        (2, 2, 1, 9, 15, 4, 3),
+        masked_state,
+        causal=True,
+    )
+
+    def packed(case):
+        case.cu_q = case.cu_k = np.array([0, 4, 4, 18, 21])
+        affine_state(case, [7, 3, 0, 4])
+
+    yield draw_affine(
+        "affine_causal_packed_state_dropout",
+        "one state per member, one of them of no keys; the state of an empty member passes "
+        "through; the noise counts rows of the whole tensor",
+        (1, 2, 1, 21, 21, 3, 5),
+        packed,
+        causal=True,
+        dropout_p=0.25,
+        seed=11,
+        offset=1 << 40,
+    )
+    yield draw_affine(
+        "affine_full_state_cross",
+        "every query sees the states, of 4 and 9 keys, and all keys; no norms; the final z has no "
+        "cotangent",
+        (2, 2, 1, 7, 12, 4, 3),
+        lambda case: affine_state(case, [4, 9], without="z"),
+        spread=0.7,
+        qk_norm="none",
+        b=1.5,
+    )
+
+
 def poisoned(case):
     """NaN in every hidden key and value."""
     hidden = np.broadcast_to(case.key_mask[:, None, :, None] == 0, case.k.shape)
@@ -1493,11 +2207,12 @@ def poisoned(case):
 
 
 def cases():
-    for case in foundation_cases():
-        yield case
-    for case in extended_cases():
-        case.folder = "extended"
-        yield case
+    for group in (foundation_cases, affine_cases):
+        yield from group()
+    for group in (extended_cases, extended_affine_cases):
+        for case in group():
+            case.folder = "extended"
+            yield case
 
 
 # --------------------------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ def write(path, model, version, tensors):
         for name, number in (("layer", LAYER), ("layers", LAYERS), ("tokens", TOKENS)):
             file.attrs.create(name, number, dtype="<i8")
         for name, data in zip(("inputs/q", "inputs/k", "inputs/v", "cotangent/o"), tensors):
-            write_dataset(file, name, data, "<f4")
+            write_dataset(file, name, data, "<f4", compressed=True)
 
 
 def main():
