@@ -171,7 +171,8 @@ using Numbers = std::vector<double>;
 
 /// What a call reads, rounded to its type.
 struct Data {
-  Numbers q, k, v, d_o, alpha, beta, S, z, d_S, d_z;
+  Numbers q, k, v, d_o, alpha, beta, constant, S, z, t, d_S, d_z, d_t;
+  std::vector<std::int64_t> m;
   std::vector<int> shift;
   std::vector<std::uint8_t> mask;
   std::vector<std::int64_t> cu_q, cu_k;
@@ -204,6 +205,7 @@ Data make_data(const Spec& spec, std::uint64_t seed) {
   data.d_o = rounded<T>(numbers(p.batch * p.heads * p.nq * p.dv, seed + 4, -1, 1));
   if (V::query_parameter) data.alpha = numbers(p.heads, seed + 5, 0.5, 1.2);
   if (V::key_parameter) data.beta = numbers(p.kv_heads, seed + 6, 0.5, 1.2);
+  if (has_constant_v<V>) data.constant = numbers(p.heads, seed + 13, 1.2, 2);
   if (spec.masked) {
     data.mask.resize(static_cast<std::size_t>(p.batch * p.nk));
     for (std::size_t i = 0; i < data.mask.size(); ++i) data.mask[i] = Fill{seed + 7, true}(i) < 0.7;
@@ -222,6 +224,9 @@ Data make_data(const Spec& spec, std::uint64_t seed) {
     data.shift.resize(static_cast<std::size_t>(sums));
     for (std::size_t i = 0; i < data.shift.size(); ++i)
       data.shift[i] = static_cast<int>(7 * Fill{seed + 12, true}(i)) - 3;
+    data.t = rounded<A>(numbers(p.sequences() * p.kv_heads * p.dv, seed + 14, -2, 2));
+    data.d_t = rounded<A>(numbers(p.sequences() * p.kv_heads * p.dv, seed + 15, -1, 1));
+    data.m.assign(static_cast<std::size_t>(p.sequences()), 50);
   }
   return data;
 }
@@ -284,8 +289,10 @@ class Buffer {
 using Outcome = std::map<std::string, Numbers>;
 
 template <class V>
-V make_variant(const Parameter& alpha, const Parameter& beta) {
-  if constexpr (V::query_parameter != nullptr && V::key_parameter != nullptr)
+V make_variant(const Parameter& alpha, const Parameter& beta, const Parameter& constant = 1.0) {
+  if constexpr (std::is_same_v<V, Affine>)
+    return {.a = alpha, .b = constant};
+  else if constexpr (V::query_parameter != nullptr && V::key_parameter != nullptr)
     return V{alpha, beta};
   else
     return V{};
@@ -314,16 +321,20 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Buffer<T, Space> q(data.q), k(data.k), v(data.v), d_o(data.d_o);
   const Buffer<T, Space> o(count(at_o)), d_q(count(at_q)), d_k(count(at_k)), d_v(count(at_v));
   const Buffer<A, Space> s(count(at_s));
-  const Buffer<double, Space> alpha(data.alpha), beta(data.beta), d_alpha(p.heads),
-      d_beta(p.kv_heads);
+  const Buffer<double, Space> alpha(data.alpha), beta(data.beta), constant(data.constant),
+      d_alpha(p.heads), d_beta(p.kv_heads), d_constant(p.heads), d_scale(p.heads);
   const Buffer<std::uint8_t, Space> mask(data.mask);
   const Buffer<A, Space> S(data.S), z(data.z), last_d_S(data.d_S), last_d_z(data.d_z);
   const Buffer<int, Space> shift(data.shift);
   const std::int64_t state = spec.states ? count(at_S) : 0, sums = spec.states ? count(at_z) : 0;
   const Buffer<A, Space> last_S(state), last_z(sums), d_S(state), d_z(sums);
   const Buffer<int, Space> last_shift(sums);
+  const std::array<std::int64_t, 3> at_t{p.sequences(), p.kv_heads, p.dv};
+  const Buffer<A, Space> t(data.t), last_d_t(data.d_t);
+  const Buffer<A, Space> last_t(spec.states ? count(at_t) : 0), d_t(spec.states ? count(at_t) : 0);
+  const Buffer<std::int64_t, Space> m(data.m), last_m(p.sequences());
 
-  const V variant = make_variant<V>(alpha.view(), beta.view());
+  const V variant = make_variant<V>(alpha.view(), beta.view(), constant.view());
   Inputs<Space, T> inputs{
       .q = q.template ref<4>(at_q), .k = k.template ref<4>(at_k), .v = v.template ref<4>(at_v)};
   Saved<Space, T> saved{.o = o.template ref<4>(at_o)};
@@ -339,6 +350,8 @@ Outcome attend(const Spec& spec, const Data& data) {
   }
   if (V::query_parameter) gradients.query_parameter = d_alpha.template ref<1>({p.heads});
   if (V::key_parameter) gradients.key_parameter = d_beta.template ref<1>({p.kv_heads});
+  if (has_constant_v<V>) gradients.constant = d_constant.template ref<1>({p.heads});
+  if (scale_parameter_name<V>()) gradients.scale = d_scale.template ref<1>({p.heads});
   if (spec.states) {
     inputs.state = {.S = S.template ref<4>(at_S), .z = z.template ref<3>(at_z)};
     saved.state = {.S = last_S.template ref<4>(at_S), .z = last_z.template ref<3>(at_z)};
@@ -349,6 +362,14 @@ Outcome attend(const Spec& spec, const Data& data) {
       saved.state.shift = last_shift.template ref<3>(at_z);
       cotangents.state.shift = saved.state.shift;
     }
+    if (has_constant_v<V>) {
+      inputs.state.t = t.template ref<3>(at_t);
+      inputs.state.m = m.template ref<1>({p.sequences()});
+      saved.state.t = last_t.template ref<3>(at_t);
+      saved.state.m = last_m.template ref<1>({p.sequences()});
+      cotangents.state.t = last_d_t.template ref<3>(at_t);
+      gradients.state.t = d_t.template ref<3>(at_t);
+    }
   }
   LinAttn::forward<T>(exec, variant, inputs, saved, spec.options);
   LinAttn::backward<T>(exec, variant, inputs, saved, cotangents, gradients, spec.options);
@@ -357,12 +378,19 @@ Outcome attend(const Spec& spec, const Data& data) {
   Outcome result{{"o", o.get()}, {"dq", d_q.get()}, {"dk", d_k.get()}, {"dv", d_v.get()}};
   if (V::query_parameter) result["d alpha"] = d_alpha.get();
   if (V::key_parameter) result["d beta"] = d_beta.get();
+  if (has_constant_v<V>) result["d constant"] = d_constant.get();
+  if (scale_parameter_name<V>()) result["d scale"] = d_scale.get();
   if (spec.states) {
     result["S"] = last_S.get();
     result["z"] = last_z.get();
     if (scaled) result["shift"] = last_shift.get();
     result["dS"] = d_S.get();
     result["dz"] = d_z.get();
+    if (has_constant_v<V>) {
+      result["t"] = last_t.get();
+      result["m"] = last_m.get();
+      result["dt"] = d_t.get();
+    }
   }
   return result;
 }
@@ -377,13 +405,16 @@ Outcome decode(const Spec& spec, const Data& data) {
   const std::array<std::int64_t, 3> at_z{p.batch, p.kv_heads, p.d};
   const Buffer<T, Space> q(data.q), k(data.k), v(data.v);
   const Buffer<T, Space> o(p.batch * p.heads * p.dv), next_o(p.batch * p.heads * p.dv);
-  const Buffer<double, Space> alpha(data.alpha), beta(data.beta);
+  const Buffer<double, Space> alpha(data.alpha), beta(data.beta), constant(data.constant);
   const Buffer<A, Space> S(data.S), z(data.z);
   const Buffer<int, Space> shift(data.shift);
   const auto sums = static_cast<std::int64_t>(data.z.size());
   const Buffer<A, Space> last_S(sums * p.dv), last_z(sums);
   const Buffer<int, Space> last_shift(sums);
-  const V variant = make_variant<V>(alpha.view(), beta.view());
+  const std::array<std::int64_t, 3> at_t{p.batch, p.kv_heads, p.dv};
+  const Buffer<A, Space> t(data.t), last_t(static_cast<std::int64_t>(data.t.size()));
+  const Buffer<std::int64_t, Space> m(data.m), last_m(p.batch);
+  const V variant = make_variant<V>(alpha.view(), beta.view(), constant.view());
   const Token<Space, T> token{.q = q.template ref<3>({p.batch, p.heads, p.d}),
                               .k = k.template ref<3>({p.batch, p.kv_heads, p.d}),
                               .v = v.template ref<3>({p.batch, p.kv_heads, p.dv})};
@@ -392,6 +423,12 @@ Outcome decode(const Spec& spec, const Data& data) {
   if (ScaledFeatureMap<key_map_t<V>>) {
     before.shift = shift.template ref<3>(at_z);
     after.shift = last_shift.template ref<3>(at_z);
+  }
+  if (has_constant_v<V>) {
+    before.t = t.template ref<3>(at_t);
+    before.m = m.template ref<1>({p.batch});
+    after.t = last_t.template ref<3>(at_t);
+    after.m = last_m.template ref<1>({p.batch});
   }
   const Buffer<std::uint8_t, Space> workspace(
       static_cast<std::int64_t>(LinAttn::workspace_size<T>(exec, variant, p, Pass::step)));
@@ -403,6 +440,10 @@ Outcome decode(const Spec& spec, const Data& data) {
   Outcome result{
       {"o", o.get()}, {"next o", next_o.get()}, {"S", last_S.get()}, {"z", last_z.get()}};
   if (ScaledFeatureMap<key_map_t<V>>) result["shift"] = last_shift.get();
+  if (has_constant_v<V>) {
+    result["t"] = last_t.get();
+    result["m"] = last_m.get();
+  }
   return result;
 }
 
@@ -449,6 +490,10 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   settings.scale = spec.options.scale;
   settings.alpha = data.alpha;
   settings.beta = data.beta;
+  settings.constant = data.constant;
+  settings.dropout_p = spec.options.dropout.p;
+  settings.seed = spec.options.dropout.seed;
+  settings.offset = spec.options.dropout.offset;
   settings.key_mask = data.mask;
   settings.cu_seqlens_q = data.cu_q;
   settings.cu_seqlens_k = data.cu_k;
@@ -463,8 +508,7 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   const int chunk = LinAttn::plan<T>(Device(), make_variant<V>(1.0, 1.0), spec.problem,
                                      Pass::backward, spec.options)
                         .chunk;
-  const auto counts = reference::rounding_counts(
-      spec.problem, reference::feature_roundings(settings.kernel), chunk);
+  const auto counts = reference::rounding_counts(spec.problem, settings, chunk);
   const double u = std::numeric_limits<accumulator_t<T>>::epsilon() / 2,
                stored = storage_roundoff<T>(), factors = factor_roundoff<T>(spec.options);
   const auto check = [&](const char* name, const auto& expected, const auto& magnitude,
@@ -486,6 +530,8 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   check("dv", g.v, m.v, counts.v);
   check("d alpha", g.alpha, m.alpha, counts.alpha);
   check("d beta", g.beta, m.beta, counts.beta);
+  check("d constant", g.constant, m.constant, counts.constant);
+  check("d scale", g.score_scale, m.score_scale, counts.score_scale);
 }
 
 /// Relative to the largest element of the tensor: the reference knows no states.

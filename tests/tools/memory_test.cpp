@@ -41,7 +41,10 @@ class Memory : public ::testing::Test {
     const std::int64_t wide = p.d * p.dv / std::max<std::int64_t>(narrow, 1);
     std::int64_t state = ((narrow + granule - 1) / granule * granule * wide + tiles * p.d) * number;
     if (is_scaled<V>) state += 2 * tiles * p.d * static_cast<std::int64_t>(sizeof(int));
-    const std::int64_t parts = tiles * static_cast<std::int64_t>(sizeof(double)) * (p.group() + 1);
+    if (has_constant<V>) state += tiles * (p.dv + granule) * number;
+    const std::int64_t parts =
+        tiles * (static_cast<std::int64_t>(sizeof(double)) * (2 * p.group() + 1) +
+                 static_cast<std::int64_t>(sizeof(NormaliserRecord)) * p.group());
     return p.batch * p.heads * p.nq * number +
            found.segments * p.batch * p.kv_heads * (state + parts) +
            workers_bytes(p, pass, options) +

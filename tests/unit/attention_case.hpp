@@ -39,11 +39,25 @@ template <Variant V>
 inline constexpr bool has_key_parameter = V::key_parameter != nullptr;
 template <Variant V>
 inline constexpr bool is_scaled = ScaledFeatureMap<key_map_t<V>>;
+template <Variant V>
+inline constexpr bool has_constant = has_constant_v<V>;
+template <Variant V>
+inline constexpr bool has_score_scale = scale_parameter_name<V>() != nullptr;
 
-/// Sums over keys, row-major: S (M,Hkv,R,Dv), z (M,Hkv,R), shift (M,Hkv,R) of scaled maps.
+/// Sums over keys, row-major: S (M,Hkv,R,Dv), z (M,Hkv,R), shift (M,Hkv,R) of scaled maps, t (M,Hkv,Dv)
+/// and m (M) of variants with a constant, for which some numbers are taken if there are none.
 struct StateValues {
   std::vector<double> S, z;
   std::vector<int> shift;
+  std::vector<double> t{};
+  std::vector<std::int64_t> m{};
+};
+
+/// Settings of affine attention that other variants lack.
+struct AffineSettings {
+  std::optional<double> scale{};
+  QkNorm qk_norm = QkNorm::l2;
+  double norm_eps = 1e-6;
 };
 
 /// The numbers of one call, row-major and exactly representable in the scalar of the call.
@@ -51,6 +65,8 @@ struct Case {
   Problem problem;
   std::vector<double> q, k, v, d_o;
   std::vector<double> alpha, beta;  ///< parameters by head; empty where the variant has none
+  std::vector<double> constant;     ///< likewise
+  AffineSettings affine{};
 
   std::vector<std::uint8_t> key_mask;                    ///< (B,Nk), or empty
   std::vector<std::int64_t> cu_seqlens_q, cu_seqlens_k;  ///< offsets of packed members, or empty
@@ -113,12 +129,21 @@ Case random_case(const Problem& problem, const Options& options, std::uint64_t s
   round_to<T>(c.d_o);
   if (has_query_parameter<V>) c.alpha = random.uniforms(problem.heads, 0.5, 1.2);
   if (has_key_parameter<V>) c.beta = random.uniforms(problem.kv_heads, 0.5, 1.2);
+  if (has_constant<V>) c.constant = random.uniforms(problem.heads, 1.2, 2);  // beyond a: weights are positive
   return c;
 }
 
 template <Variant V>
-V make_variant(const Parameter& query, const Parameter& key) {
-  if constexpr (has_query_parameter<V> && has_key_parameter<V>)
+V make_variant(const Parameter& query, const Parameter& key, const Parameter& constant = 1.0,
+               const AffineSettings& affine = {}) {
+  if constexpr (std::is_same_v<V, Affine>)
+    return {.a = query,
+            .b = constant,
+            .scale = affine.scale,
+            .qk_norm = affine.qk_norm,
+            .norm_eps = affine.norm_eps,
+            .max_norm_sees_future = true};
+  else if constexpr (has_query_parameter<V> && has_key_parameter<V>)
     return V{query, key};
   else
     return V{};
@@ -137,6 +162,18 @@ reference::Settings settings_of(const Case& c, const Options& options) {
   settings.key_mask = c.key_mask;
   settings.cu_seqlens_q = c.cu_seqlens_q;
   settings.cu_seqlens_k = c.cu_seqlens_k;
+  if constexpr (std::is_same_v<V, Affine>) {
+    settings.constant = c.constant;
+    settings.score_scale = make_variant<V>(1.0, 1.0, 1.0, c.affine).score_scale(c.problem.d);
+    settings.norm = c.affine.qk_norm == QkNorm::l2     ? reference::Norm::l2
+                    : c.affine.qk_norm == QkNorm::none ? reference::Norm::none
+                                                       : reference::Norm::max;
+    settings.norm_eps = c.affine.norm_eps;
+  }
+  if (options.small_normaliser == SmallNormaliser::clamp) settings.least_normaliser = options.least_normaliser;
+  settings.dropout_p = options.dropout.p;
+  settings.seed = options.dropout.seed;
+  settings.offset = options.dropout.offset;
   return settings;
 }
 
@@ -146,10 +183,12 @@ struct Outcome {
   std::vector<T> o;
   std::vector<accumulator_t<T>> denominator;
   std::vector<T> q, k, v;
-  std::vector<double> alpha, beta;
-  std::vector<accumulator_t<T>> S, z;  ///< state after the last key
+  std::vector<double> alpha, beta, constant, scale;
+  std::vector<accumulator_t<T>> S, z, t;  ///< state after the last key
   std::vector<int> shift;
-  std::vector<accumulator_t<T>> d_S, d_z;  ///< gradient of the initial state
+  std::vector<std::int64_t> m;
+  std::vector<accumulator_t<T>> d_S, d_z, d_t;  ///< gradient of the initial state
+  std::vector<T> centred;                       ///< o before the centre was added
 };
 
 template <class T>
@@ -167,7 +206,11 @@ template <class T>
         check("dv", found.v, expected.v), check("d alpha", found.alpha, expected.alpha),
         check("d beta", found.beta, expected.beta), check("S", found.S, expected.S),
         check("z", found.z, expected.z), check("shift", found.shift, expected.shift),
-        check("dS", found.d_S, expected.d_S), check("dz", found.d_z, expected.d_z)})
+        check("dS", found.d_S, expected.d_S), check("dz", found.d_z, expected.d_z),
+        check("d constant", found.constant, expected.constant),
+        check("d scale", found.scale, expected.scale), check("t", found.t, expected.t),
+        check("m", found.m, expected.m), check("dt", found.d_t, expected.d_t),
+        check("centred", found.centred, expected.centred)})
     if (!result) return result;
   return ::testing::AssertionSuccess();
 }
@@ -217,11 +260,13 @@ struct Arrangement {
   Layout d_q = Layout::right, d_k = Layout::right, d_v = Layout::right;
   Layout parameter = Layout::right, d_parameter = Layout::right;
   Layout mask = Layout::right, state = Layout::right, d_state = Layout::right;
+  Layout centred = Layout::right;
 };
 
 /// Which gradients to ask for; parameters only where the variant has them.
 struct Wanted {
   bool q = true, k = true, v = true, query_parameter = true, key_parameter = true, state = true;
+  bool constant = true, scale = true;
 };
 
 /// A state of a problem in memory.
@@ -230,24 +275,40 @@ struct PlacedState {
   PlacedTensor<accumulator_t<T>, 4, ExecSpace> S;
   PlacedTensor<accumulator_t<T>, 3, ExecSpace> z;
   PlacedTensor<int, 3, ExecSpace> shift;
+  PlacedTensor<accumulator_t<T>, 3, ExecSpace> t;
+  PlacedTensor<std::int64_t, 1, ExecSpace> m;
 
   PlacedState() = default;
   PlacedState(const Problem& p, std::int64_t features, Layout layout)
       : S{{p.sequences(), p.kv_heads, features, p.dv}, layout},
         z{{p.sequences(), p.kv_heads, features}, layout},
-        shift{{p.sequences(), p.kv_heads, features}, layout} {}
+        shift{{p.sequences(), p.kv_heads, features}, layout},
+        t{{p.sequences(), p.kv_heads, p.dv}, layout},
+        m{{p.sequences()}, layout} {}
 
   State<ExecSpace, T> ref() const {
     State<ExecSpace, T> result{.S = S.ref(), .z = z.ref()};
     if (is_scaled<V>) result.shift = shift.ref();
+    if (has_constant<V>) {
+      result.t = t.ref();
+      result.m = m.ref();
+    }
     return result;
   }
   void set(const StateValues& values) {
     S.set(values.S);
     z.set(values.z);
     if (!values.shift.empty()) shift.set(values.shift);
+    std::vector<double> sums(static_cast<std::size_t>(t.count()));
+    for (std::size_t n = 0; n < sums.size(); ++n) sums[n] = 0.25 * static_cast<double>(n % 7) - 0.5;
+    t.set(values.t.empty() ? sums : values.t);
+    const std::vector<std::int64_t> counts(static_cast<std::size_t>(m.count()), 50);
+    m.set(values.m.empty() ? counts : values.m);
   }
-  bool guards_intact() { return S.guards_intact() && z.guards_intact() && shift.guards_intact(); }
+  bool guards_intact() {
+    return S.guards_intact() && z.guards_intact() && shift.guards_intact() && t.guards_intact() &&
+           m.guards_intact();
+  }
 };
 
 /// A call of the engine with all its memory. Every output starts as NaN, every tensor lies between
@@ -261,7 +322,9 @@ class Attention {
             const ExecSpace& exec = ExecSpace());
 
   bool normalise() const { return m_options.normalise.value_or(V::normalise_by_default); }
-  V variant() const { return make_variant<V>(alpha.view(), beta.view()); }
+  V variant() const {
+    return make_variant<V>(alpha.view(), beta.view(), constant.view(), m_case.affine);
+  }
   Inputs<ExecSpace, T> inputs() const;
   Saved<ExecSpace, T> saved() const;
   Cotangents<ExecSpace, T> cotangents() const;
@@ -282,7 +345,9 @@ class Attention {
   PlacedTensor<T, 4, ExecSpace> q, k, v, o, d_o, d_q, d_k, d_v;
   PlacedTensor<A, 3, ExecSpace> denominator;
   PlacedTensor<double, 1, ExecSpace> alpha, beta, d_alpha, d_beta;
+  PlacedTensor<double, 1, ExecSpace> constant, d_constant, d_scale;
   PlacedTensor<std::uint8_t, 2, ExecSpace> mask;
+  PlacedTensor<T, 4, ExecSpace> centred;  ///< used with center_v
 
   PlacedState<T, ExecSpace, V> initial, last, d_initial, d_last;
 
@@ -314,6 +379,11 @@ Attention<T, ExecSpace, V>::Attention(const Case& c, const Options& options, con
   beta = {{static_cast<std::int64_t>(c.beta.size())}, at.parameter};
   d_alpha = {alpha.extents(), at.d_parameter};
   d_beta = {beta.extents(), at.d_parameter};
+  constant = {{static_cast<std::int64_t>(c.constant.count())}, at.parameter};
+  d_constant = {constant.extents(), at.d_parameter};
+  d_scale = {{has_score_scale<V> ? p.heads : 0}, at.d_parameter};
+  constant.set(c.constant);
+  if (options.center_v) centred = {o.extents(), at.centred};
   q.set(c.q);
   k.set(c.k);
   v.set(c.v);
@@ -354,6 +424,7 @@ Saved<ExecSpace, T> Attention<T, ExecSpace, V>::saved() const {
   Saved<ExecSpace, T> result{.o = o.ref()};
   if (normalise()) result.denominator = denominator.ref();
   if (m_case.wants_last) result.state = last.ref();
+  if (m_options.center_v) result.centred = centred.ref();
   return result;
 }
 
@@ -361,7 +432,8 @@ template <class T, class ExecSpace, Variant V>
 Cotangents<ExecSpace, T> Attention<T, ExecSpace, V>::cotangents() const {
   Cotangents<ExecSpace, T> result{.o = d_o.input()};
   if (m_case.last_cotangent) {
-    result.state = d_last.ref().as_const();
+    result.state = {.S = d_last.S.input(), .z = d_last.z.input()};
+    if (has_constant<V>) result.state.t = d_last.t.input();
     if (is_scaled<V>) result.state.shift = last.shift.input();
   }
   return result;
@@ -375,8 +447,12 @@ Gradients<ExecSpace, T> Attention<T, ExecSpace, V>::gradients(const Wanted& want
   if (wanted.v) result.v = d_v.ref();
   if (has_query_parameter<V> && wanted.query_parameter) result.query_parameter = d_alpha.ref();
   if (has_key_parameter<V> && wanted.key_parameter) result.key_parameter = d_beta.ref();
-  if (m_case.initial && wanted.state)
+  if (has_constant<V> && wanted.constant) result.constant = d_constant.ref();
+  if (has_score_scale<V> && wanted.scale) result.scale = d_scale.ref();
+  if (m_case.initial && wanted.state) {
     result.state = {.S = d_initial.S.ref(), .z = d_initial.z.ref()};
+    if (has_constant<V>) result.state.t = d_initial.t.ref();
+  }
   return result;
 }
 
@@ -407,14 +483,22 @@ Outcome<T> Attention<T, ExecSpace, V>::outcome(const Wanted& wanted) {
   if (wanted.v) result.v = d_v.get();
   if (wanted.query_parameter) result.alpha = d_alpha.get();
   if (wanted.key_parameter) result.beta = d_beta.get();
+  if (wanted.constant) result.constant = d_constant.get();
+  if (wanted.scale) result.scale = d_scale.get();
+  if (m_options.center_v) result.centred = centred.get();
   if (m_case.wants_last) {
     result.S = last.S.get();
     result.z = last.z.get();
     if (is_scaled<V>) result.shift = last.shift.get();
+    if (has_constant<V>) {
+      result.t = last.t.get();
+      result.m = last.m.get();
+    }
   }
   if (m_case.initial && wanted.state) {
     result.d_S = d_initial.S.get();
     result.d_z = d_initial.z.get();
+    if (has_constant<V>) result.d_t = d_initial.t.get();
   }
   EXPECT_TRUE(last.guards_intact() && initial.guards_intact() && d_initial.guards_intact() &&
               d_last.guards_intact())
@@ -422,7 +506,8 @@ Outcome<T> Attention<T, ExecSpace, V>::outcome(const Wanted& wanted) {
   EXPECT_TRUE(q.guards_intact() && k.guards_intact() && v.guards_intact() && o.guards_intact() &&
               denominator.guards_intact() && d_o.guards_intact() && d_q.guards_intact() &&
               d_k.guards_intact() && d_v.guards_intact() && d_alpha.guards_intact() &&
-              d_beta.guards_intact())
+              d_beta.guards_intact() && d_constant.guards_intact() && d_scale.guards_intact() &&
+              centred.guards_intact())
       << "memory between or around the tensors was written";
   return result;
 }
@@ -450,6 +535,7 @@ std::vector<T> attend_forward(const Case& c, const Options& options) {
 /// The reference's answer and the magnitudes of its terms.
 template <class Real>
 struct Expected {
+  reference::Settings settings;
   std::vector<Real> o;
   reference::GradientSet<Real> gradient;
   reference::Magnitudes<Real> magnitude;
@@ -469,7 +555,7 @@ Expected<oracle_t<T>> expected_of(const Case& c, const Options& options, double 
   const auto settings = settings_of<V>(c, options);
   const reference::Tensors<Real> tensors{converted(c.q), converted(c.k), converted(c.v)};
   const auto d_o = converted(c.d_o);
-  return {reference::forward(c.problem, settings, tensors),
+  return {settings, reference::forward(c.problem, settings, tensors),
           reference::backward(c.problem, settings, tensors, d_o),
           reference::magnitudes(c.problem, settings, tensors, d_o, static_cast<Real>(floor))};
 }
@@ -518,8 +604,7 @@ template <class T, class Found, class Real>
 template <class T, Variant V>
 ::testing::AssertionResult agrees(const Case& c, const Outcome<T>& found,
                                   const Expected<oracle_t<T>>& expected, int run) {
-  const auto counts = reference::rounding_counts(
-      c.problem, reference::feature_roundings(reference::kernel_from_name(V::name)), run);
+  const auto counts = reference::rounding_counts(c.problem, expected.settings, run);
   const auto& g = expected.gradient;
   const auto& m = expected.magnitude;
   for (const auto& result :
@@ -528,7 +613,10 @@ template <class T, Variant V>
         within_bounds<T>("dk", found.k, g.k, m.k, counts.k),
         within_bounds<T>("dv", found.v, g.v, m.v, counts.v),
         within_bounds<T>("d alpha", found.alpha, g.alpha, m.alpha, counts.alpha),
-        within_bounds<T>("d beta", found.beta, g.beta, m.beta, counts.beta)})
+        within_bounds<T>("d beta", found.beta, g.beta, m.beta, counts.beta),
+        within_bounds<T>("d constant", found.constant, g.constant, m.constant, counts.constant),
+        within_bounds<T>("d scale", found.scale, g.score_scale, m.score_scale,
+                         counts.score_scale)})
     if (!result) return result;
   return ::testing::AssertionSuccess();
 }
@@ -608,7 +696,8 @@ inline std::string describe(const Problem& problem, const Options& options) {
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Elu)       \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Relu)      \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Quadratic) \
-  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)       \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Affine)
 #endif
 
 #if !defined(LINATTN_DEFINES_TEST_INSTANTIATIONS)

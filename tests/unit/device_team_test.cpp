@@ -46,9 +46,14 @@ class EmulatedPass {
     m_call.use_workspace(m_arena.workspace());
     m_call.bind(call.inputs(), call.saved());
     Args& args = m_call.arguments();
-    m_call.enter_state("final state", call.saved().state, args.last);
-    if (pass == Pass::forward) return;
-    m_call.enter_state("cotangent", call.cotangents().state, args.last_cotangent);
+    m_call.enter_state("final state", call.saved().state, args.last, true);
+    if (pass == Pass::forward) {
+      m_call.enter_centred(call.saved().centred);
+      args.records = nullptr;
+      return;
+    }
+    m_call.enter_state("cotangent", call.cotangents().state, args.last_cotangent, false);
+    m_call.enter_centred(call.saved().centred);
     const auto gradients = call.gradients({});
     args.d_o = decltype(args.d_o)(call.d_o.input());
     args.d_q = decltype(args.d_q)(gradients.q);
@@ -57,6 +62,9 @@ class EmulatedPass {
     if (gradients.state.S.present()) {
       args.initial_gradient.values = decltype(args.initial_gradient.values)(gradients.state.S);
       args.initial_gradient.sums = decltype(args.initial_gradient.sums)(gradients.state.z);
+      if (has_constant<V>)
+        args.initial_gradient.value_sums =
+            decltype(args.initial_gradient.value_sums)(gradients.state.t);
       args.initial_gradient.present = true;
     }
   }
@@ -68,6 +76,9 @@ class EmulatedPass {
       scan(args().causal ? ScanKind::prefix : ScanKind::total, args().initial, 1, false);
     }
     walk(Walk::output, false);
+    if (has_constant<V> && args().last.present)
+      for (std::int64_t s = 0; s < args().sequences; ++s)
+        LinAttn::detail::CountKeys<Args>{args(), args().last.counts, args().last.count_stride}(s);
   }
 
   void backward(const Attention<T, ExecSpace, V>& call) {
@@ -96,10 +107,17 @@ class EmulatedPass {
       of_keys(false, true, false);
       of_keys(true, false, true);
     }
-    if (gradients.query_parameter.present())
-      sum(gradients.query_parameter, args().query_parameter_parts, args().group);
+    if (gradients.query_parameter.present()) {
+      Parameter factor = 1.0;
+      if constexpr (NormalisedFeatureMap<QueryMap>) factor = args().query_map.factor;
+      sum(gradients.query_parameter, args().query_parameter_parts, factor, args().group);
+    }
+    if constexpr (NormalisedFeatureMap<QueryMap>)
+      sum(gradients.scale, args().query_parameter_parts, args().query_map.rate, args().group);
     if (gradients.key_parameter.present())
-      sum(gradients.key_parameter, args().key_parameter_parts, 1);
+      sum(gradients.key_parameter, args().key_parameter_parts, 1.0, 1);
+    if (gradients.constant.present())
+      sum(gradients.constant, args().constant_parts, 1.0, args().group);
   }
 
  private:
@@ -120,7 +138,8 @@ class EmulatedPass {
                                     [&](int i) { reinterpret_cast<int*>(memory)[i] = 0; });
           team.barrier();
           LinAttn::detail::ArenaCursor arena(memory);
-          const LinAttn::detail::Tiles<A> tiles(arena, args(), kind, transposed, scaled);
+          const LinAttn::detail::Tiles<A> tiles(arena, args(), kind, transposed, scaled,
+                                                 NormalisedFeatureMap<KeyMap>);
           if (tiles.one && rank == 0) *tiles.one = A(1);
           team.barrier();
           LinAttn::detail::Walker<Team, A, QueryMap, KeyMap> walker(team, args(), tiles,
@@ -156,9 +175,10 @@ class EmulatedPass {
     for (std::int64_t index = 0; index < units() * args().features; ++index) scan(index);
   }
   void sum(const TensorRef<double, 1, ExecSpace>& gradient, const double* parts,
-           std::int64_t group) {
+           const Parameter& factor, std::int64_t group) {
     const LinAttn::detail::SumParameterParts<ExecSpace> kernel{
         parts,
+        factor,
         gradient.data(),
         gradient.stride(0),
         args().sequences,
@@ -199,7 +219,8 @@ class DeviceTeams : public BoundedTest {
 };
 
 // The walks are the same for float and double; one of them is enough for each kind of map.
-using OnTeams = ::testing::Types<Config<ExecSpace, double, Elu>, Config<ExecSpace, float, Lln>>;
+using OnTeams = ::testing::Types<Config<ExecSpace, double, Elu>, Config<ExecSpace, float, Lln>,
+                                 Config<ExecSpace, float, Affine>>;
 TYPED_TEST_SUITE(DeviceTeams, OnTeams, ConfigName);
 
 TYPED_TEST(DeviceTeams, AgreeWithTheReference) {
@@ -226,7 +247,7 @@ TYPED_TEST(DeviceTeams, Windows) {
       const Case c = random_case<T, V>({1, 2, 1, 31, 40, 40, 40}, options);
       const Attention<T, ExecSpace, V> call(c, options);
       ASSERT_EQ(call.plan(Pass::forward).tiles, 2);
-      ASSERT_EQ(call.plan(Pass::backward).tiles, 2);
+      ASSERT_EQ(call.plan(Pass::backward).tiles, mixes_entries_v<key_map_t<V>> ? 1 : 2);
       this->check(c, c, options);
     }
 }
@@ -278,6 +299,31 @@ TYPED_TEST(DeviceTeams, MasksMembersAndStates) {
       EXPECT_TRUE(near(device.S, host.S) && near(device.z, host.z));
       EXPECT_EQ(device.shift, host.shift);
       EXPECT_TRUE(near(device.d_S, host.d_S) && near(device.d_z, host.d_z));
+      EXPECT_TRUE(near(device.t, host.t) && near(device.d_t, host.d_t));
+      EXPECT_EQ(device.m, host.m);
+    }
+}
+
+// Noise, values relative to a centre, and row sums that are replaced.
+TYPED_TEST(DeviceTeams, NoiseCentreAndClamp) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  for (const bool causal : {false, true})
+    for (const int tiles : {1, 2}) {
+      Options options{.causal = causal,
+                      .normalise = true,
+                      .chunk = 12,
+                      .segments = 2,
+                      .tiles = tiles,
+                      .dropout = {.p = 0.3, .seed = 5, .offset = 9}};
+      const Case c = random_case<T, V>({2, 2, 1, 31, 40, 5, 39}, options);
+      this->check(c, c, options);
+      options.center_v = true;
+      this->check(c, c, options);
+      if (is_scaled<V>) continue;
+      options.small_normaliser = SmallNormaliser::clamp;
+      options.least_normaliser = 1.5;  // some of them
+      this->check(c, c, options);
     }
 }
 

@@ -49,6 +49,7 @@ class FiniteDifferences : public ::testing::Test {
         {"q", &Case::q, outcome.q}, {"k", &Case::k, outcome.k}, {"v", &Case::v, outcome.v}};
     if (has_query_parameter<V>) result.push_back({"alpha", &Case::alpha, outcome.alpha});
     if (has_key_parameter<V>) result.push_back({"beta", &Case::beta, outcome.beta});
+    if (has_constant<V>) result.push_back({"constant", &Case::constant, outcome.constant});
     return result;
   }
 

@@ -95,9 +95,17 @@ class HalfEngine : public ::testing::Test {
     const Sums z0("z0", B, K, R), zT("zT", B, K, R), zT32("zT32", B, K, R), dzT("dzT", B, K, R),
         dz0("dz0", B, K, R), dz032("dz032", B, K, R);
     const Kokkos::View<int***, Memory> shift("shift", B, K, R), shift_T("shift_T", B, K, R);
+    const Sums t0("t0", B, K, p.dv), tT("tT", B, K, p.dv), dtT("dtT", B, K, p.dv),
+        dt0("dt0", B, K, p.dv);
+    const Kokkos::View<std::int64_t*, Memory> m0("m0", B), mT("mT", B);
+    Kokkos::deep_copy(m0, 50);
     for (std::size_t i = 0; i < S0.span(); ++i) {
       S0.data()[i] = static_cast<float>(random.normal());
       dST.data()[i] = static_cast<float>(random.normal());
+    }
+    for (std::size_t i = 0; i < t0.span(); ++i) {
+      t0.data()[i] = static_cast<float>(random.normal());
+      dtT.data()[i] = static_cast<float>(random.normal());
     }
     for (std::size_t i = 0; i < z0.span(); ++i) {
       z0.data()[i] = static_cast<float>(random.uniform(1, 2));
@@ -122,6 +130,14 @@ class HalfEngine : public ::testing::Test {
           in.state.shift = shift;
           saved.state.shift = shift_T;
           cotangents.state.shift = shift_T;
+        }
+        if (has_constant<V>) {
+          in.state.t = t0;
+          in.state.m = m0;
+          saved.state.t = tT;
+          saved.state.m = mT;
+          cotangents.state.t = dtT;
+          gradients.state.t = dt0;
         }
       }
       if (forward_too) LinAttn::forward<U>(exec, variant, in, saved, options);
@@ -186,6 +202,10 @@ TYPED_TEST(HalfEngine, IsFloatRoundedOnceElu) { this->check_all(Elu{}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceRelu) { this->check_all(Relu{}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceQuadratic) { this->check_all(Quadratic{}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceLln) { this->check_all(Lln{1.5, 0.8}); }
+TYPED_TEST(HalfEngine, IsFloatRoundedOnceAffine) { this->check_all(Affine{}); }
+TYPED_TEST(HalfEngine, IsFloatRoundedOnceAffineLargestNorm) {
+  this->check_all(Affine{.b = 1.5, .qk_norm = QkNorm::max, .max_norm_sees_future = true});
+}
 
 // B01, X3: sums that leave the range of float16, or in which it would stall, are sums in float.
 TYPED_TEST(HalfEngine, B01SumsBeyondTheStoredRange) {

@@ -246,9 +246,9 @@ TYPED_TEST(Invariance, B42GroupedQueriesEqualRepeatedKeys) {
       EXPECT_TRUE(same_bits(grouped.o, separate.o));
       EXPECT_TRUE(same_bits(grouped.denominator, separate.denominator));
       EXPECT_TRUE(same_bits(grouped.q, separate.q));
-      const auto magnitude = expected_of<T, V>(c, options).magnitude;
-      const auto counts = reference::rounding_counts(
-          p, reference::feature_roundings(reference::kernel_from_name(V::name)), 64);
+      const auto expected = expected_of<T, V>(c, options);
+      const auto& magnitude = expected.magnitude;
+      const auto counts = reference::rounding_counts(p, expected.settings, 64);
       const auto summed = [&](const std::vector<T>& x) {
         using Real = oracle_t<T>;
         const std::size_t width = x.size() / static_cast<std::size_t>(p.heads);
@@ -309,8 +309,7 @@ TYPED_TEST(Invariance, B41WeightsSumToOne) {
     Case c = random_case<T, V>(p, options);
     const auto general = attend<T, ExecSpace, V>(c, options);
     const auto expected = expected_of<T, V>(c, options);
-    const auto counts = reference::rounding_counts(
-        p, reference::feature_roundings(reference::kernel_from_name(V::name)), 64);
+    const auto counts = reference::rounding_counts(p, expected.settings, 64);
     for (std::int64_t e = 0; e < p.dv; ++e) {
       long double by_keys = 0, by_rows = 0, allowed = 0;
       for (std::int64_t j = 0; j < p.nk; ++j) {

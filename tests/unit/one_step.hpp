@@ -17,6 +17,7 @@ class OneStep {
         m_exec(exec),
         m_alpha{{static_cast<std::int64_t>(m_case.alpha.size())}, Layout::right},
         m_beta{{static_cast<std::int64_t>(m_case.beta.size())}, Layout::right},
+        m_constant{{static_cast<std::int64_t>(m_case.constant.size())}, Layout::right},
         m_q{{p.batch, p.heads, p.d}, Layout::right},
         m_k{{p.batch, p.kv_heads, p.d}, Layout::right},
         m_v{{p.batch, p.kv_heads, p.dv}, Layout::right},
@@ -25,6 +26,7 @@ class OneStep {
         m_after(p, p.d, Layout::right) {
     m_alpha.set(m_case.alpha);
     m_beta.set(m_case.beta);
+    m_constant.set(m_case.constant);
     m_q.set(m_case.q);
     m_k.set(m_case.k);
     m_v.set(m_case.v);
@@ -34,7 +36,7 @@ class OneStep {
                   std::vector<int>(static_cast<std::size_t>(sums), 1)});
   }
 
-  V variant() const { return make_variant<V>(m_alpha.view(), m_beta.view()); }
+  V variant() const { return make_variant<V>(m_alpha.view(), m_beta.view(), m_constant.view()); }
   std::size_t workspace_bytes() const {
     return workspace_size<T>(m_exec, variant(), m_problem, Pass::step);
   }
@@ -56,6 +58,10 @@ class OneStep {
     result.S = m_after.S.get();
     result.z = m_after.z.get();
     if (is_scaled<V>) result.shift = m_after.shift.get();
+    if (has_constant<V>) {
+      result.t = m_after.t.get();
+      result.m = m_after.m.get();
+    }
     return result;
   }
 
@@ -67,7 +73,7 @@ class OneStep {
   Problem m_problem;
   Case m_case;
   ExecSpace m_exec;
-  PlacedTensor<double, 1, ExecSpace> m_alpha, m_beta;
+  PlacedTensor<double, 1, ExecSpace> m_alpha, m_beta, m_constant;
   PlacedTensor<T, 3, ExecSpace> m_q, m_k, m_v, m_o;
   PlacedState<T, ExecSpace, V> m_before, m_after;
 };

@@ -53,8 +53,11 @@ std::vector<T> joined(const std::vector<T>& first, const std::vector<T>& second,
 
 template <class T>
 StateValues last_state(const Outcome<T>& outcome) {
-  return {
-      {outcome.S.begin(), outcome.S.end()}, {outcome.z.begin(), outcome.z.end()}, outcome.shift};
+  return {{outcome.S.begin(), outcome.S.end()},
+          {outcome.z.begin(), outcome.z.end()},
+          outcome.shift,
+          {outcome.t.begin(), outcome.t.end()},
+          outcome.m};
 }
 
 /// forward() with the final state in the memory of the initial one gives what it gives beside it.
@@ -74,6 +77,10 @@ void expect_in_place(const Case& c, const Options& options) {
   if (is_scaled<V>) {
     EXPECT_EQ(in_place.initial.shift.get(), separate.shift);
   }
+  if (has_constant<V>) {
+    EXPECT_TRUE(same_bits(in_place.initial.t.get(), separate.t));
+    EXPECT_EQ(in_place.initial.m.get(), separate.m);
+  }
 }
 
 template <class C>
@@ -90,8 +97,10 @@ class StateFlow : public BoundedTest {
     before.forward();
     second.initial = last_state(before.outcome());
     const auto after = attend<T, ExecSpace, V>(second, options);
-    first.last_cotangent =
-        StateValues{{after.d_S.begin(), after.d_S.end()}, {after.d_z.begin(), after.d_z.end()}, {}};
+    first.last_cotangent = StateValues{{after.d_S.begin(), after.d_S.end()},
+                                       {after.d_z.begin(), after.d_z.end()},
+                                       {},
+                                       {after.d_t.begin(), after.d_t.end()}};
     const auto earlier = attend<T, ExecSpace, V>(first, options);
     const std::int64_t q_heads = first.problem.batch * first.problem.heads;
     const std::int64_t k_heads = first.problem.batch * first.problem.kv_heads;
@@ -100,10 +109,14 @@ class StateFlow : public BoundedTest {
     result.q = joined(earlier.q, after.q, q_heads);
     result.k = joined(earlier.k, after.k, k_heads);
     result.v = joined(earlier.v, after.v, k_heads);
-    result.alpha = earlier.alpha;
-    result.beta = earlier.beta;
-    for (std::size_t n = 0; n < result.alpha.size(); ++n) result.alpha[n] += after.alpha[n];
-    for (std::size_t n = 0; n < result.beta.size(); ++n) result.beta[n] += after.beta[n];
+    const auto sum = [](std::vector<double> a, const std::vector<double>& b) {
+      for (std::size_t n = 0; n < a.size(); ++n) a[n] += b[n];
+      return a;
+    };
+    result.alpha = sum(earlier.alpha, after.alpha);
+    result.beta = sum(earlier.beta, after.beta);
+    result.constant = sum(earlier.constant, after.constant);
+    result.scale = sum(earlier.scale, after.scale);
     return result;
   }
 };
@@ -166,8 +179,7 @@ TYPED_TEST(StateFlow, B43TokenByToken) {
     state = last_state(outcome);
     o = joined(o, outcome.o, p.heads);
   }
-  const auto counts = reference::rounding_counts(
-      p, reference::feature_roundings(reference::kernel_from_name(V::name)), 1);
+  const auto counts = reference::rounding_counts(p, expected.settings, 1);
   EXPECT_TRUE(within_bounds<T>("o", o, expected.o, expected.magnitude.o, 2 * counts.o));
 }
 
@@ -201,7 +213,12 @@ TYPED_TEST(StateFlow, LastStateIsTheSum) {
             for (std::int64_t j = 0; j < p.nk; ++j) {
               const std::int64_t b = h / p.kv_heads;
               if (masked && c.key_mask[static_cast<std::size_t>(b * p.nk + j)] == 0) continue;
-              const long double x = c.k[static_cast<std::size_t>((h * p.nk + j) * p.d + d)];
+              const auto row = c.k.begin() + (h * p.nk + j) * p.d;
+              const long double norm =
+                  std::is_same_v<V, Affine>
+                      ? std::sqrt(std::inner_product(row, row + p.d, row, 1e-6L))
+                      : 1.0L;
+              const long double x = row[d] / norm;
               const double rate =
                   c.beta.empty() ? 0 : c.beta[static_cast<std::size_t>(h % p.kv_heads)];
               const auto f = reference::detail::feature<long double>(kernel, rate, x);
@@ -245,23 +262,31 @@ TYPED_TEST(StateFlow, IdentityAndPassage) {
       const std::size_t sums = plain.z.size(), values = plain.S.size();
       Case with = c;
       with.initial = StateValues{std::vector<double>(values), std::vector<double>(sums),
-                                 std::vector<int>(plain.shift.size(), no_shift)};
+                                 std::vector<int>(plain.shift.size(), no_shift),
+                                 std::vector<double>(plain.t.size()),
+                                 std::vector<std::int64_t>(plain.m.size())};
       auto found = attend<T, ExecSpace, V>(with, options);
       found.d_S.clear();
       found.d_z.clear();
+      found.d_t.clear();
       EXPECT_TRUE(same_bits(found, plain));
 
       Random random(seed());
       with.initial = StateValues{random.normals(static_cast<std::int64_t>(values)),
                                  random.uniforms(static_cast<std::int64_t>(sums), 1, 2),
-                                 std::vector<int>(plain.shift.size(), 3)};
+                                 std::vector<int>(plain.shift.size(), 3),
+                                 random.normals(static_cast<std::int64_t>(plain.t.size())),
+                                 std::vector<std::int64_t>(plain.m.size(), 40)};
       round_to<T>(with.initial->S);
       round_to<T>(with.initial->z);
+      round_to<T>(with.initial->t);
       Case nothing = part_of(with, 0, causal ? 0 : 40, 0, 0);
       const auto passed = attend<T, ExecSpace, V>(nothing, options);
       EXPECT_EQ(std::vector<double>(passed.S.begin(), passed.S.end()), with.initial->S);
       EXPECT_EQ(std::vector<double>(passed.z.begin(), passed.z.end()), with.initial->z);
       EXPECT_EQ(passed.shift, with.initial->shift);
+      EXPECT_EQ(std::vector<double>(passed.t.begin(), passed.t.end()), with.initial->t);
+      EXPECT_EQ(passed.m, with.initial->m);
 
       expect_in_place<T, ExecSpace, V>(with, options);
     }
@@ -345,9 +370,9 @@ TYPED_TEST(StateFlow, PackedMembersHaveStatesOfTheirOwn) {
   Case continued = second;
   continued.initial = last_state(before.outcome());
   const auto after = attend<T, ExecSpace, V>(continued, options);
-  const auto magnitude = expected_of<T, V>(whole, options).magnitude;
-  const auto counts = reference::rounding_counts(
-      whole.problem, reference::feature_roundings(reference::kernel_from_name(V::name)), 64);
+  const auto reference = expected_of<T, V>(whole, options);
+  const auto& magnitude = reference.magnitude;
+  const auto counts = reference::rounding_counts(whole.problem, reference.settings, 64);
   const auto rest = [&](const auto& x) {  // tokens 8..19 and 37..49 of every query head
     return joined(rows_of(x, 2, 8 * 3, 12 * 3), rows_of(x, 2, 37 * 3, 13 * 3), 2);
   };
@@ -400,6 +425,8 @@ class StateGradients : public ::testing::Test {
       for (std::size_t e = 0; e < dv; ++e)
         sum += factor * outcome.S[n * dv + e] * c.last_cotangent->S[n * dv + e];
     }
+    for (std::size_t n = 0; n < outcome.t.size(); ++n)
+      sum += static_cast<long double>(outcome.t[n]) * c.last_cotangent->t[n];
     return static_cast<double>(sum);
   }
 };
@@ -429,12 +456,17 @@ TYPED_TEST(StateGradients, B19EveryCoordinate) {
         c.initial = StateValues{random.normals(6), random.uniforms(3, 1, 2), {}};
         if (is_scaled<V>) c.initial->shift = {-1, 0, 2};
         c.last_cotangent = StateValues{random.normals(6), random.normals(3), {}};
+        if (has_constant<V>) {
+          c.initial->t = random.normals(2);
+          c.initial->m = {7};
+          c.last_cotangent->t = random.normals(2);
+        }
         c.wants_last = true;
         const auto found = attend<double, ExecSpace, V>(c, options);
         std::vector<std::pair<std::vector<double>*, const std::vector<double>*>> parts{
             {&c.q, &found.q},           {&c.k, &found.k},       {&c.v, &found.v},
             {&c.alpha, &found.alpha},   {&c.beta, &found.beta}, {&c.initial->S, &found.d_S},
-            {&c.initial->z, &found.d_z}};
+            {&c.initial->z, &found.d_z}, {&c.constant, &found.constant}, {&c.initial->t, &found.d_t}};
         for (std::size_t part = 0; part < parts.size(); ++part) {
           const auto& [x, gradient] = parts[part];
           ASSERT_EQ(x->size(), gradient->size());

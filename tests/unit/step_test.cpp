@@ -22,12 +22,17 @@ class Decoder {
   using Placed = PlacedTensor<U, Rank, ExecSpace>;
 
   Decoder(const Case& c, const Options& options, Layout layout)
-      : m_case(c), m_options{options.normalise, options.scale}, m_layout(layout) {
+      : m_case(c),
+        m_options{options.normalise, options.scale, options.small_normaliser,
+                  options.least_normaliser},
+        m_layout(layout) {
     const Problem& p = c.problem;
     m_problem = {p.batch, p.heads, p.kv_heads, 1, 1, p.d, p.dv};
     o = {{p.batch, p.heads, p.dv}, layout};
     alpha = {{static_cast<std::int64_t>(c.alpha.size())}, Layout::right};
     beta = {{static_cast<std::int64_t>(c.beta.size())}, Layout::right};
+    constant = {{static_cast<std::int64_t>(c.constant.size())}, Layout::right};
+    constant.set(c.constant);
     alpha.set(c.alpha);
     beta.set(c.beta);
     const std::int64_t features = feature_count(V{}.key_map(), p.d);
@@ -35,7 +40,9 @@ class Decoder {
     after = {p, features, layout};
   }
 
-  V variant() const { return make_variant<V>(alpha.view(), beta.view()); }
+  V variant() const {
+    return make_variant<V>(alpha.view(), beta.view(), constant.view(), m_case.affine);
+  }
   std::size_t bytes() const {
     return workspace_size<T>(m_exec, variant(), m_problem, Pass::step,
                              {.normalise = m_options.normalise});
@@ -84,7 +91,7 @@ class Decoder {
   }
 
   Placed<T, 3> o;
-  Placed<double, 1> alpha, beta;
+  Placed<double, 1> alpha, beta, constant;
   PlacedState<T, ExecSpace, V> before, after;
 
  private:
@@ -141,10 +148,14 @@ class Step : public ::testing::Test {
     const auto expected = pass.o.get();
     Decoder<T, ExecSpace, V> decoder(c, options, layout);
     const double allowed = 40 * static_cast<double>(p.nk + p.d) * std::numeric_limits<T>::epsilon();
-    const auto set = [](auto& state, const auto& S, const auto& z, const auto& shift) {
-      state.S.set(S);
-      state.z.set(z);
-      if (is_scaled<V>) state.shift.set(shift);
+    const auto set = [](auto& state, const auto& from) {
+      state.S.set(from.S.get());
+      state.z.set(from.z.get());
+      if (is_scaled<V>) state.shift.set(from.shift.get());
+      if (has_constant<V>) {
+        state.t.set(from.t.get());
+        state.m.set(from.m.get());
+      }
     };
     if (prefill > 0) {
       Case first = c;
@@ -168,18 +179,23 @@ class Step : public ::testing::Test {
       first.wants_last = true;
       Attention<T, ExecSpace, V> begin(first, options);
       begin.forward();
-      set(decoder.before, begin.last.S.get(), begin.last.z.get(), begin.last.shift.get());
+      set(decoder.before, begin.last);
     }
     for (std::int64_t i = prefill; i < p.nq; ++i) {
       const bool has_before = i > 0;
       if (in_place && !has_before) {
-        set(decoder.before, std::vector<A>(decoder.before.S.get().size()),
-            std::vector<A>(decoder.before.z.get().size()),
-            std::vector<int>(decoder.before.z.get().size(), no_shift));
+        const std::size_t sums = decoder.before.z.get().size();
+        decoder.before.set({std::vector<double>(decoder.before.S.get().size()),
+                            std::vector<double>(sums),
+                            std::vector<int>(is_scaled<V> ? sums : 0, no_shift),
+                            std::vector<double>(decoder.before.t.get().size()),
+                            std::vector<std::int64_t>(decoder.before.m.get().size())});
       }
       const auto S = decoder.before.S.get();
       const auto z = decoder.before.z.get();
       const auto shift = decoder.before.shift.get();
+      const auto t = decoder.before.t.get();
+      const auto m = decoder.before.m.get();
       decoder.step(i, has_before, in_place);
       ASSERT_LE(difference(decoder.o.get(), row(expected, p, i)), allowed) << "token " << i;
       if (in_place) continue;
@@ -187,13 +203,19 @@ class Step : public ::testing::Test {
         EXPECT_TRUE(same_bits(decoder.before.S.get(), S)) << "the state before was changed";
         EXPECT_TRUE(same_bits(decoder.before.z.get(), z));
         EXPECT_TRUE(same_bits(decoder.before.shift.get(), shift));
+        EXPECT_TRUE(same_bits(decoder.before.t.get(), t));
+        EXPECT_TRUE(same_bits(decoder.before.m.get(), m));
       }
-      set(decoder.before, decoder.after.S.get(), decoder.after.z.get(), decoder.after.shift.get());
+      set(decoder.before, decoder.after);
     }
     EXPECT_LE(difference(decoder.before.S.get(), pass.last.S.get()), allowed);
     EXPECT_LE(difference(decoder.before.z.get(), pass.last.z.get()), allowed);
     if (is_scaled<V>) {
       EXPECT_EQ(decoder.before.shift.get(), pass.last.shift.get());
+    }
+    if (has_constant<V>) {
+      EXPECT_LE(difference(decoder.before.t.get(), pass.last.t.get()), allowed);
+      EXPECT_EQ(decoder.before.m.get(), pass.last.m.get());
     }
   }
 

@@ -711,12 +711,14 @@ class Call {
 
   template <class Kernel>
   void launch_range(const char* label, std::int64_t count, const Kernel& kernel) {
+    if (count == 0) return;
     launch(label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, count), kernel);
   }
 
   /// kernel(i) for each index on the host, one team for each on a device.
   template <class Kernel>
   void launch_indices(const char* label, std::int64_t count, const Kernel& kernel) {
+    if (count == 0) return;
     if constexpr (is_host_space_v<ExecSpace>)
       launch_range(label, count, kernel);
     else

@@ -378,10 +378,12 @@ class StepCall {
 
  private:
   void count_key() {
-    if constexpr (has_constant_v<V>)
+    if constexpr (has_constant_v<V>) {
+      if (m_args.sequences == 0) return;
       detail::launch("LinAttn::step::key_count",
                      Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(m_exec, 0, m_args.sequences),
                      CountStep<StepArguments<A, QueryMap, KeyMap>>{m_args});
+    }
   }
 
   std::int64_t units() const { return m_args.sequences * m_args.kv_heads; }
