@@ -39,7 +39,7 @@ const std::vector<Layer>& layers() {
        base},
       {"parts",
        std::regex(
-           "include/linattn/(call|plan|team|tile|tile_product|tile_tensor_core|state|mask|normaliser|feature_map|variant)\\.hpp"),
+           "include/linattn/(call|plan|team|tile|tile_product|tile_tensor_core|state|mask|noise|normaliser|feature_map|variant)\\.hpp"),
        parts},
       {"engine", std::regex("include/linattn/engine/.*"), {"rules", "base", "parts", "engine"}},
       {"local softmax",
@@ -81,6 +81,7 @@ const std::vector<External>& externals() {
       {"JSON or CLI11", std::regex("(nlohmann|CLI)/.*"), std::regex("(apps|tests)/.*")},
       {"GoogleTest", std::regex("(gtest|gmock)/.*"), std::regex("tests/.*")},
       {"Google Benchmark", std::regex("benchmark/.*"), std::regex("perf/.*")},
+      {"Random123", std::regex("Random123/.*"), std::regex("include/linattn/noise\\.hpp|tests/.*")},
       {"Kokkos Kernels", std::regex("Kokkos(Blas|Batched|Kernels|Sparse).*"),
        std::regex("(include/linattn|src)/(analysis|lavo)/.*|(perf|tests)/.*")},
       {"Kokkos", std::regex("Kokkos_.*"),
