@@ -12,3 +12,4 @@
 LINATTN_OF_BOTH(LinAttn::Identity)
 LINATTN_OF_BOTH(LinAttn::Elu)
 LINATTN_OF_BOTH(LinAttn::Lln)
+LINATTN_OF_BOTH(LinAttn::Affine)

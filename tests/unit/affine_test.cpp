@@ -377,6 +377,11 @@ TYPED_TEST(AffineAttention, RecordsOfRowsThatSeeNothing) {
   EXPECT_EQ(records[0].row, -1);
   EXPECT_TRUE(std::isinf(records[0].ratio));
   EXPECT_GE(records[1].row, 0);
+  Case equal = c;
+  std::fill(equal.q.begin(), equal.q.end(), 0.0);
+  for (const int segments : {1, 3})
+    EXPECT_EQ((records_of<T, ExecSpace>(equal, {.chunk = 1, .segments = segments}))[1].row, 0)
+        << "the first of equals";
   c.q[12 + 4] = std::nan("");  // batch entry 1, row 1
   records = records_of<T, ExecSpace>(c, {});
   EXPECT_EQ(records[1].row, 1);

@@ -689,7 +689,8 @@ inline std::string describe(const Problem& problem, const Options& options) {
 #define LINATTN_TEST_INSTANTIATE_ALL(PREFIX)          \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity) \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Elu)      \
-  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)      \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Affine)
 #else
 #define LINATTN_TEST_INSTANTIATE_ALL(PREFIX)           \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity)  \

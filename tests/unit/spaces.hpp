@@ -45,7 +45,7 @@ using CudaSpaces = TypeList<>;
 
 #if defined(LINATTN_TEST_FEW)  // see tests/mutation
 using Spaces = SerialSpaces;
-using TestVariants = VariantList<Identity, Elu, Lln>;
+using TestVariants = VariantList<Identity, Elu, Lln, Affine>;
 #else
 using Spaces = Concatenated<SerialSpaces, OpenMpSpaces, CudaSpaces>::type;
 using TestVariants = Variants;
