@@ -124,7 +124,7 @@ template <class T>
 T noise_factor(const reference::Settings& settings, std::uint64_t e) {
   if (settings.dropout_p == 0) return 1;
   const auto low = [](std::uint64_t x) { return static_cast<std::uint32_t>(x); };
-  const auto words = reference::philox4x32({low(e >> 2), low(e >> 34), low(settings.offset), 0},
+  const auto words = reference::philox_words({low(e >> 2), low(e >> 34), low(settings.offset), 0},
                                            {low(settings.seed), 0});
   const auto u = [&](std::size_t n) { return (words[n] + 0.5) * 0x1p-32; };
   const std::size_t pair = e & 2;

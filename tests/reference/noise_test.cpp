@@ -18,12 +18,12 @@ using Words = std::array<std::uint32_t, 4>;
 
 TEST(ReferenceNoise, KnownAnswersOfTheGenerator) {
   // From the Random123 distribution.
-  EXPECT_EQ(reference::philox4x32({0, 0, 0, 0}, {0, 0}),
+  EXPECT_EQ(reference::philox_words({0, 0, 0, 0}, {0, 0}),
             (Words{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u}));
   constexpr std::uint32_t ones = 0xffffffffu;
-  EXPECT_EQ(reference::philox4x32({ones, ones, ones, ones}, {ones, ones}),
+  EXPECT_EQ(reference::philox_words({ones, ones, ones, ones}, {ones, ones}),
             (Words{0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu}));
-  EXPECT_EQ(reference::philox4x32({0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u},
+  EXPECT_EQ(reference::philox_words({0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u},
                                   {0xa4093822u, 0x299f31d0u}),
             (Words{0xd16cfe09u, 0x94fdcceb, 0x5001e420u, 0x24126ea1u}));
 }
@@ -32,7 +32,7 @@ TEST(ReferenceNoise, PlaceOfSeedOffsetAndElement) {
   // All six words differ from 0 and from each other.
   constexpr std::uint64_t seed = 0x299f31d0a4093822u, offset = 0x0370734413198a2eu,
                           block = 0x05a308d3243f6a88u;
-  const auto words = reference::philox4x32({0x243f6a88u, 0x05a308d3u, 0x13198a2eu, 0x03707344u},
+  const auto words = reference::philox_words({0x243f6a88u, 0x05a308d3u, 0x13198a2eu, 0x03707344u},
                                            {0xa4093822u, 0x299f31d0u});
   const auto u = [&](std::size_t n) {
     return (static_cast<long double>(words[n]) + 0.5L) / 4294967296.0L;

@@ -379,7 +379,7 @@ Attention<T, ExecSpace, V>::Attention(const Case& c, const Options& options, con
   beta = {{static_cast<std::int64_t>(c.beta.size())}, at.parameter};
   d_alpha = {alpha.extents(), at.d_parameter};
   d_beta = {beta.extents(), at.d_parameter};
-  constant = {{static_cast<std::int64_t>(c.constant.count())}, at.parameter};
+  constant = {{static_cast<std::int64_t>(c.constant.size())}, at.parameter};
   d_constant = {constant.extents(), at.d_parameter};
   d_scale = {{has_score_scale<V> ? p.heads : 0}, at.d_parameter};
   constant.set(c.constant);

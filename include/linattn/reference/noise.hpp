@@ -22,7 +22,7 @@
 namespace LinAttn::reference {
 
 /// Ten rounds of Philox4x32.
-inline std::array<std::uint32_t, 4> philox4x32(std::array<std::uint32_t, 4> counter,
+inline std::array<std::uint32_t, 4> philox_words(std::array<std::uint32_t, 4> counter,
                                                std::array<std::uint32_t, 2> key) {
   const auto high = [](std::uint64_t x) { return static_cast<std::uint32_t>(x >> 32); };
   const auto low = [](std::uint64_t x) { return static_cast<std::uint32_t>(x); };
@@ -48,7 +48,7 @@ template <std::floating_point Real>
 Normal<Real> normal_of(std::uint64_t seed, std::uint64_t offset, std::uint64_t e) {
   static_assert(std::numeric_limits<Real>::digits > 33, "u(w) has 33 digits");
   const auto low = [](std::uint64_t x) { return static_cast<std::uint32_t>(x); };
-  const auto words = philox4x32({low(e >> 2), low(e >> 34), low(offset), low(offset >> 32)},
+  const auto words = philox_words({low(e >> 2), low(e >> 34), low(offset), low(offset >> 32)},
                                 {low(seed), low(seed >> 32)});
   const auto uniform = [&](std::size_t n) {
     return (static_cast<Real>(words[n]) + Real(0.5)) * Real(0x1p-32);  // exact
