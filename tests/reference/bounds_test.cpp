@@ -607,6 +607,12 @@ TEST(ReferenceBoundsByHand, MagnitudesOfNoise) {
   EXPECT_TRUE(near(magnitude.o[0], 30 * f + 30 * error, 1e-12));
   EXPECT_TRUE(near(magnitude.v[0], 6 * 7 * (f + f + error), 1e-12));
   EXPECT_TRUE(near(magnitude.q[0], 3 * 5 * 7 * (f + f + error), 1e-12));
+  // One weight of 6: kappa = 1, o = 5, E(o) = 10.
+  c.settings.normalise = true;
+  const double G = 7 * f / 6, G_error = 7 * (f + error) / 6, e = G * 5,
+               e_error = (7 * f * (10 + 5) + 7 * error * 5) / 6;
+  EXPECT_TRUE(near(c.magnitudes().o[0], 10 * f + 5 * error, 1e-12));
+  EXPECT_TRUE(near(c.magnitudes().q[0], 3 * (G * 5 + e + G_error * 5 + e_error), 1e-12));
 }
 
 TEST(ReferenceBoundsByHand, RoundingCountsOfAffineAndNoise) {

@@ -122,8 +122,8 @@ void keep_alive(Case<Real>& c) {
       (*x)[n] = std::abs((*x)[n]);
 }
 
-/// Makes one row of every sequence and head the longest by far, so that no step to take a
-/// difference passes to another. \pre no mask
+/// Makes the middle row of every sequence and head the longest by far, so that no step to take a
+/// difference passes to another. \pre the mask does not hide it
 template <class Real>
 void lengthen_one_row(Case<Real>& c) {
   const auto lengthen = [&](std::vector<Real>& x, std::int64_t heads, std::int64_t rows,
