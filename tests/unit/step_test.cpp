@@ -148,7 +148,7 @@ class Step : public ::testing::Test {
     const auto expected = pass.o.get();
     Decoder<T, ExecSpace, V> decoder(c, options, layout);
     const double allowed = 40 * static_cast<double>(p.nk + p.d) * std::numeric_limits<T>::epsilon();
-    const auto set = [](auto& state, const auto& from) {
+    const auto set = [](auto& state, auto& from) {
       state.S.set(from.S.get());
       state.z.set(from.z.get());
       if (is_scaled<V>) state.shift.set(from.shift.get());
