@@ -15,15 +15,20 @@
 //   d_sweep         N = 8,192, D = 16 ... 256
 //   heads           (H, D) of known models, B = 1, 4 and 16, N = 2,048
 //   vision          without a mask, N = 197, 256, 1,024 and 4,096, (H, D) = (12, 64) and (6, 64)
+//   offsets         errors of dq and dk in fp32 where all values share an offset (V in the name):
+//                   plain, with center_v, and with Saved::centred, too; against fp64, over the
+//                   largest element. Their time means nothing
 //   small           smoke test
 //
 // In the sweeps B, and then H, are halved until a tensor has at most 2^24 elements: the name says
 // what was run, the label what it stands for.
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "support/rows.hpp"
 
@@ -114,6 +119,61 @@ void add_sweeps() {
       add_reduced("vision", shape(1, heads, n, 64), false);
 }
 
+/// dq and dk, one after the other, for values in offset + (-1, 1). Inputs are those of fp32.
+template <class T>
+std::vector<double> gradients(const Problem& p, double offset, bool center_v, bool keep_centred) {
+  using Tensor = Kokkos::View<T****, Kokkos::LayoutRight, Exec::memory_space>;
+  const Exec exec;
+  const auto made = [&](std::int64_t columns, std::uint64_t seed, double shift) {
+    const Tensor x("x", p.batch, p.heads, p.nq, columns);
+    const Fill numbers{seed, false};
+    for (std::size_t i = 0; i < x.size(); ++i)
+      x.data()[i] = static_cast<T>(static_cast<float>(shift + numbers(i)));
+    return x;
+  };
+  const Tensor q = made(p.d, 1, 0), k = made(p.d, 2, 0), v = made(p.dv, 3, offset);
+  const Tensor d_o = made(p.dv, 4, 0), o("o", p.batch, p.heads, p.nq, p.dv);
+  const Tensor d_q("d_q", p.batch, p.heads, p.nq, p.d), d_k("d_k", p.batch, p.heads, p.nk, p.d);
+  const Tensor centred("centred", p.batch, p.heads, p.nq, p.dv);
+  const Kokkos::View<T***, Kokkos::LayoutRight, Exec::memory_space> sums("sums", p.batch, p.heads,
+                                                                         p.nq);
+  Saved<Exec, T> saved{.o = o, .denominator = sums};
+  if (keep_centred) saved.centred = centred;
+  const Options options{.causal = true, .center_v = center_v};
+  LinAttn::forward<T>(exec, Affine{}, {.q = q, .k = k, .v = v}, saved, options);
+  LinAttn::backward<T>(exec, Affine{}, {.q = q, .k = k, .v = v}, saved, d_o, {.q = d_q, .k = d_k},
+                       options);
+  std::vector<double> result;
+  for (const Tensor& x : {d_q, d_k})
+    for (std::size_t i = 0; i < x.size(); ++i)
+      result.push_back(static_cast<double>(x.data()[i]));
+  return result;
+}
+
+void add_offset(const char* group, const Problem& p, std::int64_t offset) {
+  add_row(row_name(group, "backward", "affine", "f32", true, p) + "/V" + std::to_string(offset),
+          [=](benchmark::State& state) {
+            for (auto _ : state) {
+              const double begin = seconds();
+              const auto at = static_cast<double>(offset);
+              const std::vector<double> exact = gradients<double>(p, at, true, true);
+              const auto error = [&](const std::vector<double>& found) {
+                double largest = 0, apart = 0;
+                for (std::size_t i = 0; i < exact.size(); ++i) {
+                  largest = std::max(largest, std::abs(exact[i]));
+                  apart = std::max(apart, std::abs(found[i] - exact[i]));
+                }
+                return apart / largest;
+              };
+              auto& c = state.counters;
+              c["error_plain"] = error(gradients<float>(p, at, false, false));
+              c["error_center_v"] = error(gradients<float>(p, at, true, false));
+              c["error_centred"] = error(gradients<float>(p, at, true, true));
+              state.SetIterationTime(seconds() - begin);
+            }
+          });
+}
+
 template <class T>
 void add_small() {
   const Problem p{1, 2, 1, 200, 200, 24, 40};
@@ -135,6 +195,9 @@ void register_rows() {
   add_ratios<float>();
   add_ratios<double>();
   add_sweeps();
+  add_offset("small", shape(1, 2, 200, 24), 100);
+  for (const std::int64_t offset : {0, 10, 100, 1000})
+    add_offset("offsets", shape(1, many_heads(), 4096, 64), offset);
 }
 
 }  // namespace LinAttn::perf

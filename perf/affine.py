@@ -111,6 +111,16 @@ def stands_for(row):
     return f" [{words['B']}, {words['H']}]" if {"B", "H"} <= set(words) else ""
 
 
+def offsets_markdown(files):
+    """Errors of gradients where values share an offset; the same with any number of threads."""
+    rows = next((file.of("offsets") for file in reversed(files) if file.of("offsets")), [])
+    lines = [
+        [f"{row.extents['V']:,}", *(f"{row[c]:.1e}" for c in ("error_plain", "error_center_v", "error_centred"))]
+        for row in sorted(rows, key=lambda row: row.extents["V"])
+    ]
+    return markdown_table(["offset", "plain", "`center_v`", "and `Saved::centred`"], lines) if lines else ""
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +156,30 @@ def bytes_text(value):
         if abs(value) >= limit:
             return f"{value / limit:.3g} {unit}"
     return f"{value:.0f} B"
+
+
+def memory_lines(file):
+    """What a further row may cost: a number kept, and less than one of temporaries, whatever D."""
+    lines = []
+    for group in ("memory", "one_head"):
+        for (form, d), rows in forms([file], group).items():
+            if rows[0].variant in ("affine_states", "affine_cumsum"):
+                continue
+            what = f"{form}, D = Dv = {d}" + (", one head" if group == "one_head" else "")
+            for counter, name in (
+                ("kept_hooks", "numbers kept for each further row"),
+                ("forward_hooks", "temporaries, forward"),
+                ("backward_hooks", "temporaries, backward"),
+            ):
+                found = slope(rows, counter)
+                if found is None:
+                    continue
+                numbers = found / rows[0]["number_bytes"]
+                if counter == "kept_hooks" and rows[0].variant == "affine_center_v":
+                    lines.append(Line(f"{name}, {what}", "", [Cell(f"{numbers:.2f}", "shown")]))
+                else:
+                    lines.append(Line(f"{name}, {what}", "<= 1", [bars.at_most(numbers, 1, [])]))
+    return lines
 
 
 def slopes_markdown(files, group):
@@ -392,6 +426,7 @@ def write_docs(root, times, memory, lines):
         if file is not None:
             parts += [f"{title}, {bars.column_name(file)}:", times_markdown(file, group)]
     bars.put(page, "affine times", paragraphs(parts))
+    bars.put(page, "affine offsets", offsets_markdown(times))
     bars.put(
         page,
         "affine memory",
@@ -403,6 +438,8 @@ def write_docs(root, times, memory, lines):
                 slopes_markdown(memory, "one_head"),
                 "Bytes kept, all heads:",
                 kept_markdown(memory),
+                f"{bars.summary(memory_lines(memory[0]))}: at most one number kept, and at most one of temporaries in "
+                "each pass, for each further token of a head.",
             ]
         ),
     )
@@ -428,6 +465,7 @@ def main(arguments=None):
         if not times and not memory:
             raise results.UnusableFile("no file has rows of perf/affine or perf/memory")
         lines = bar_lines(times)
+        of_memory = memory_lines(memory[0]) if memory else []
         if options.write_docs:
             if not times or not memory:
                 raise results.UnusableFile("--write-docs needs the results of both perf/affine and perf/memory")
@@ -449,9 +487,13 @@ def main(arguments=None):
         for table in (slopes_markdown(memory, "memory"), slopes_markdown(memory, "one_head"), models_markdown(memory)):
             if table:
                 print(f"\n{table}")
+    if table := offsets_markdown(times):
+        print(f"\n{table}")
+    for file in memory[:1]:
+        print(f"\n{bars.text_table([file], of_memory)}")
     if times:
-        print(f"\n{bars.text_table(times, lines)}\n")
-        print(bars.summary(lines))
+        print(f"\n{bars.text_table(times, lines)}")
+    print(f"\n{bars.summary(lines + of_memory)}")
     return 0
 
 

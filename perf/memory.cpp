@@ -17,7 +17,7 @@
 // say, and `affine_states`: affine attention as it is first written, with the prefix state of every
 // token kept for the backward pass. It computes the same; `difference` is the largest to the
 // engine, of o and the gradients, over the largest element. Where it would need more than the
-// machine has to spare, or than 2 GiB, the row has fits = 0 and the bytes by its formula.
+// machine has to spare, or than 2.5 GB, the row has fits = 0 and the bytes by its formula.
 //
 // Counters, all in bytes; the time of a row means nothing:
 //   tensors_hooks, gradients_hooks   q, k, v, o; d_o and the gradients of q, k, v
@@ -269,7 +269,7 @@ void train(const Exec& exec, const Meter& meter, const Problem& p, const Form& f
 /// What a naive form may take.
 double spare_bytes() {
   const double available = proc_bytes("/proc/meminfo", "MemAvailable");
-  return std::min(available > 0 ? available / 2 : 1e30, 2.0 * (std::int64_t(1) << 30));
+  return std::min(available > 0 ? available / 2 : 1e30, 2.5e9);
 }
 
 template <class T, class Form>
@@ -343,7 +343,7 @@ void register_rows() {
       add<float>("memory", "lln", p, lln);
       add<float>("memory", "affine_states", p, TokenStates());
     }
-  for (std::int64_t n = 4096; n <= 131072; n *= 2)
+  for (std::int64_t n = 2048; n <= 65536; n *= 2)
     add<float>("one_head", "affine", shape(1, 1, n, 64), affine);
   // TinyLlama, Llama-3.2-1B, Pythia-1.4B
   for (const Problem& p : {shape(1, 32, 2048, 64), shape(1, 32, 4096, 64), shape(1, 16, 8192, 128)})
