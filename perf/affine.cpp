@@ -106,14 +106,12 @@ void add_reduced(const char* group, const Problem& whole, bool causal = true) {
 
 void add_sweeps() {
   for (const std::int64_t batch : {1, 4})
-    for (std::int64_t n = 1024; n <= 32768; n *= 2)
-      add_reduced("n_sweep", shape(batch, 16, n, 32));
+    for (std::int64_t n = 1024; n <= 32768; n *= 2) add_reduced("n_sweep", shape(batch, 16, n, 32));
   for (const std::int64_t batch : {1, 4})
     for (const std::int64_t d : {16, 32, 64, 128, 256})
       add_reduced("d_sweep", shape(batch, 16, 8192, d));
   for (const auto& [heads, d] : {std::pair{12, 64}, {6, 64}, {32, 64}, {16, 128}, {4, 32}})
-    for (const std::int64_t batch : {1, 4, 16})
-      add_reduced("heads", shape(batch, heads, 2048, d));
+    for (const std::int64_t batch : {1, 4, 16}) add_reduced("heads", shape(batch, heads, 2048, d));
   for (const std::int64_t heads : {12, 6})
     for (const std::int64_t n : {197, 256, 1024, 4096})
       add_reduced("vision", shape(1, heads, n, 64), false);
@@ -145,8 +143,7 @@ std::vector<double> gradients(const Problem& p, double offset, bool center_v, bo
                        options);
   std::vector<double> result;
   for (const Tensor& x : {d_q, d_k})
-    for (std::size_t i = 0; i < x.size(); ++i)
-      result.push_back(static_cast<double>(x.data()[i]));
+    for (std::size_t i = 0; i < x.size(); ++i) result.push_back(static_cast<double>(x.data()[i]));
   return result;
 }
 

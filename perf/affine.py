@@ -150,6 +150,11 @@ def slope(rows, counter):
     return (high[counter] - low[counter]) / (high["tokens"] - low["tokens"])
 
 
+def fixed(value, digits):
+    """Without a sign before 0."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
 def bytes_text(value):
     """In powers of 1000, with three digits."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -192,7 +197,7 @@ def slopes_markdown(files, group):
         for counter in ("kept", "forward", "backward"):
             for means in ("hooks", "process"):
                 found = slope(rows, f"{counter}_{means}")
-                cells.append("-" if found is None else f"{found + 0.0:.{2 if means == 'hooks' else 1}f}")
+                cells.append("-" if found is None else fixed(found, 2 if means == "hooks" else 1))
         for counter in ("forward_hooks", "backward_hooks"):
             cells.append(bytes_text(last[counter]) if counter in last.counters else "-")
         cells[-1] += f" (N = {last.extents['N']:,})"
@@ -343,7 +348,7 @@ def dropout_charts(files):
 
 
 def memory_charts(files):
-    kept = Chart("Kept beside q, k, v, o: each row of fp32", Axis("N", log=2), Axis("bytes a head", log=10))
+    kept = Chart("Kept beside q, k, v, o, fp32", Axis("N", log=2), Axis("bytes a head", log=10))
     taken = Chart("Temporaries of the backward pass, fp32", Axis("N", log=2), Axis("bytes, all heads", log=10))
     heads = lambda row: row.extents["B"] * row.extents["H"]
     for (form, d), rows in forms(files, "memory").items():
@@ -351,7 +356,7 @@ def memory_charts(files):
             continue
         usable = [row for row in rows if fits(row)]
         name = form.removesuffix(", fp32")
-        if rows[0].variant != "lln" or d == 64:
+        if rows[0].variant not in ("affine", "lln") or d == 64:  # the others coincide
             kept.line(
                 f"{name}, D = {d}", [r.extents["N"] for r in usable], [r["kept_hooks"] / heads(r) for r in usable]
             )
@@ -373,17 +378,13 @@ def memory_charts(files):
 
 
 def charts(times, memory):
-    """File name: charts."""
+    """The text of each file. A chart whose rows were all disturbed says that there are no data."""
     found = {
         "affine_time.svg": (time_charts(times), times),
         "affine_dropout.svg": (dropout_charts(times), times),
         "affine_memory.svg": (memory_charts(memory), memory),
     }
-    drawn = {}
-    for name, (all_of_them, files) in found.items():
-        if usable := [chart for chart in all_of_them if chart.series]:
-            drawn[name] = figure(usable, caption=plot.caption(files))
-    return drawn
+    return {name: figure(drawn, caption=plot.caption(files)) for name, (drawn, files) in found.items()}
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -403,7 +404,9 @@ def paragraphs(parts):
 def write_docs(root, times, memory, lines):
     page = root / "docs/affine.md"
     where = "\n".join(f"- {bars.configuration(file)}" for file in times)
-    notes = [f"- {bars.column_name(file)}: {complaint}" for file in times for complaint in results.probe_complaints(file)]
+    notes = [
+        f"- {bars.column_name(file)}: {complaint}" for file in times for complaint in results.probe_complaints(file)
+    ]
     bars.put(
         page,
         "affine bars",

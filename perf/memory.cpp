@@ -137,9 +137,9 @@ struct TokenStates {
   template <class Body>
   static void for_each_head(const Exec& exec, const Tensors<T>& x, const Body& body) {
     const auto heads = static_cast<std::int64_t>(x.q.extent(0) * x.q.extent(1));
-    Kokkos::parallel_for(
-        "LinAttn::perf::token_states",
-        Kokkos::RangePolicy<Exec, Kokkos::IndexType<std::int64_t>>(exec, 0, heads), body);
+    Kokkos::parallel_for("LinAttn::perf::token_states",
+                         Kokkos::RangePolicy<Exec, Kokkos::IndexType<std::int64_t>>(exec, 0, heads),
+                         body);
     exec.fence();
   }
 
@@ -180,7 +180,9 @@ struct TokenStates {
                  d = static_cast<std::int64_t>(x.q.extent(3)),
                  dv = static_cast<std::int64_t>(x.v.extent(3));
       const T alpha = scale(d);
-      const auto zeros = [](std::int64_t size) { return std::vector<T>(static_cast<std::size_t>(size)); };
+      const auto zeros = [](std::int64_t size) {
+        return std::vector<T>(static_cast<std::size_t>(size));
+      };
       std::vector<T> R = zeros(d * dv), y = zeros(d), r_sum = zeros(dv), u = zeros(dv);
       for (std::int64_t i = n - 1; i >= 0; --i) {
         const std::int64_t row = head * n + i;
@@ -221,8 +223,7 @@ double difference_to_engine(const Exec& exec, const Problem& p, const Tensors<fl
   engine.forward(exec, y, kept);
   engine.backward(exec, y, kept);
   double worst = 0;
-  for (const auto& [a, b] :
-       {std::pair{x.o, y.o}, {x.d_q, y.d_q}, {x.d_k, y.d_k}, {x.d_v, y.d_v}}) {
+  for (const auto& [a, b] : {std::pair{x.o, y.o}, {x.d_q, y.d_q}, {x.d_k, y.d_k}, {x.d_v, y.d_v}}) {
     double largest = 0, apart = 0;
     for (std::size_t i = 0; i < a.size(); ++i) {
       largest = std::max(largest, std::abs(static_cast<double>(b.data()[i])));
@@ -275,8 +276,7 @@ double spare_bytes() {
 template <class T, class Form>
 void add(const char* group, const char* variant, const Problem& p, const Form& form,
          bool causal = true) {
-  const std::string name =
-      row_name(group, "forward_backward", variant, type_name<T>(), causal, p);
+  const std::string name = row_name(group, "forward_backward", variant, type_name<T>(), causal, p);
   add_row(name, [=](benchmark::State& state) {
     constexpr bool naive = std::is_same_v<Form, TokenStates>;
     auto& c = state.counters;
@@ -316,7 +316,8 @@ void add(const char* group, const char* variant, const Problem& p, const Form& f
 
 void register_rows() {
   const Engine<float, Affine> affine;
-  const Engine<float, Affine> dropout{.options = {.causal = true, .dropout = {.p = 0.1, .seed = 1}}};
+  const Engine<float, Affine> dropout{
+      .options = {.causal = true, .dropout = {.p = 0.1, .seed = 1}}};
   const Engine<float, Affine> centred{.options = {.causal = true, .center_v = true}};
   const Engine<float, Affine> largest{.variant = {.qk_norm = QkNorm::max}, .options = {}};
   const Engine<float, Lln> lln;
