@@ -18,14 +18,10 @@
 //   small          smoke test
 
 #include <algorithm>
-#include <fstream>
 #include <string>
 
+#include "support/memory.hpp"
 #include "support/rows.hpp"
-
-#if defined(__GLIBC__)
-#include <malloc.h>
-#endif
 
 namespace LinAttn::perf {
 namespace {
@@ -88,30 +84,6 @@ void add_short() {
 }
 
 // ---- memory -------------------------------------------------------------------------------------
-
-/// A field of /proc/self/status in bytes, 0 where there is none.
-double process_bytes(const std::string& field) {
-  std::ifstream file("/proc/self/status");
-  for (std::string line; std::getline(file, line);)
-    if (line.rfind(field + ":", 0) == 0) return 1024 * std::stod(line.substr(field.size() + 1));
-  return 0;
-}
-
-/// Growth of the resident memory during f over what it was before, at its peak; -1 where unknown.
-/// Linux counts in lots of 64 pages a thread.
-template <class F>
-double peak_growth(const F& f) {
-  f();  // whatever a first call leaves behind
-#if defined(__GLIBC__)
-  mallopt(M_MMAP_THRESHOLD, 1 << 16);  // large blocks are new pages, and go when they are freed
-  malloc_trim(0);
-#endif
-  std::ofstream("/proc/self/clear_refs") << "5" << std::endl;  // forget the peak so far
-  const double before = process_bytes("VmRSS");
-  f();
-  const double peak = process_bytes("VmHWM");
-  return before > 0 && peak >= before ? peak - before : -1;
-}
 
 template <class T, class V>
 void add_memory(Pass pass) {

@@ -4,6 +4,7 @@
 
     perf/peers.py [-o OUT.json] [--threads N] [--seconds S] [--methods LIST] [--device cpu|cuda] [--quick]
                   [--against FILE.json]
+    perf/peers.py --training [-o OUT.json] [--threads N] [--device cpu|cuda] [--quick]
 
     quadratic   tril(phi(q) phi(k)^T) v by the matrix of weights
     chunked     matrix products in chunks of 64, states by a cumulative sum over chunks
@@ -13,6 +14,9 @@
 Backward is that of autograd, timed together with forward. Every case runs in a process of its own, with its peak of
 memory beside the inputs; cases that would need more than --memory (4G) are left out. --against compares with results
 of perf/attention. Exit status 2 if PyTorch is not installed.
+
+--training is the memory of affine attention by cumulative sums, in the rows of perf/memory: what autograd keeps between
+the passes beside q, k, v and o, and how the process grows in each.
 """
 
 import argparse
@@ -34,14 +38,21 @@ CHUNK = 64
 # ---- one case, in a process of its own -------------------------------------------------------------------------------
 
 
-def attention(method):
+def attention(method, variant="elu"):
     """The function (q, k, v) -> o of a method; tensors are (B, H, N, D)."""
     import torch
     import torch.nn.functional as F
 
+    def one_more(x):
+        return torch.cat([x, torch.ones_like(x[..., :1])], -1)
+
     def features(q, k, v):
         # the denominator is one more column of values
-        return F.elu(q) + 1, F.elu(k) + 1, torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        if variant == "affine":  # and the constant 1 of the weights one more feature
+            q, k = (one_more(x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()) for x in (q, k))
+        else:
+            q, k = F.elu(q) + 1, F.elu(k) + 1
+        return q, k, one_more(v)
 
     def divide(n):
         return n[..., :-1] / n[..., -1:]
@@ -98,16 +109,66 @@ def peak_bytes(run, device):
     return process_bytes("VmHWM") - before
 
 
-def measure(case):
-    """Seconds (median), samples, spread and peak bytes of one case."""
+def tensors(case):
+    """q, k and v, and dL/do."""
     import torch
 
     torch.set_num_threads(case["threads"])
     torch.manual_seed(1)
     dtype = {"f32": torch.float32, "f64": torch.float64}[case["type"]]
     shape = [case[key] for key in ("B", "H", "N", "D")]
-    inputs = [torch.rand(shape, dtype=dtype, device=case["device"]) * 2 - 1 for _ in range(3)]
-    cotangent = torch.rand(shape, dtype=dtype, device=case["device"]) * 2 - 1
+    made = [torch.rand(shape, dtype=dtype, device=case["device"]) * 2 - 1 for _ in range(4)]
+    return made[:3], made[3]
+
+
+def measure_training(case):
+    """Bytes that autograd keeps beside q, k, v and o, and growth of memory in each pass."""
+    import torch
+
+    inputs, cotangent = tensors(case)
+    forward = attention(case["method"], "affine")
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    output = []
+
+    def run():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output.append(forward(*leaves))
+
+    begin = process_bytes("VmRSS")
+    forward_peak = peak_bytes(run, case["device"])
+    between = process_bytes("VmRSS")
+    for tensor in (*leaves, *output):
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    backward_peak = peak_bytes(lambda: output[0].backward(cotangent), case["device"])
+    row = case["B"] * case["H"] * case["N"] * leaves[0].element_size()
+    found = {
+        "tokens": case["B"] * case["H"] * case["N"],
+        "element_bytes": leaves[0].element_size(),
+        "fits": 1,
+        "kept_hooks": sum(kept.values()),
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if case["device"] == "cuda" else "",
+    }
+    if case["device"] == "cpu" and min(forward_peak, backward_peak) >= 0:
+        o, gradients = row * case["D"], 3 * row * case["D"]
+        found["kept_process"] = between - begin - o
+        found["forward_process"] = forward_peak - (between - begin)
+        found["backward_process"] = backward_peak - gradients
+    return found
+
+
+def measure(case):
+    """Seconds (median), samples, spread and peak bytes of one case."""
+    import torch
+
+    inputs, cotangent = tensors(case)
     forward = attention(case["method"])
 
     def wait():
@@ -182,6 +243,13 @@ def shapes(quick):
         yield "n_sweep", 1, 2, 2**power, 64
 
 
+def training_shapes(quick):
+    """(B, H, N, D), as in perf/memory."""
+    for d in (32, 64, 128):
+        for power in range(10, 12 if quick else 16):
+            yield 1, 8, 2**power, d
+
+
 def run_case(case):
     environment = dict(os.environ, OMP_NUM_THREADS=str(case["threads"]), MKL_NUM_THREADS=str(case["threads"]))
     done = subprocess.run(
@@ -217,6 +285,56 @@ def ours(against):
     return found
 
 
+def write(options, rows, version, gpu):
+    """The file of results, if one is wanted; the exit status."""
+    context = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "library": f"PyTorch {version}",
+        "threads": str(options.threads),
+        "cpu": processor(),
+    }
+    if gpu:
+        context["device"] = gpu
+    if options.output:
+        try:
+            with open(options.output, "w", encoding="utf-8") as file:
+                json.dump({"context": context, "benchmarks": rows}, file, indent=1)
+        except OSError as error:
+            print(f"peers: {options.output}: {error.strerror}", file=sys.stderr)
+            return 2
+    return 0 if rows else 1
+
+
+def training(options):
+    """Rows of the memory of training, and what PyTorch and the GPU call themselves."""
+    rows, version, gpu = [], "", ""
+    print(f"{'':32}{'kept, MiB':>12}")
+    for batch, heads, n, d in training_shapes(options.quick):
+        case = {"method": "cumsum", "pass": "training", "type": "f32", "B": batch, "H": heads, "N": n, "D": d}
+        case |= {"threads": options.threads, "device": options.device}
+        title = f"cumsum H{heads}/N{n}/D{d}"
+        if estimated_bytes(case) > options.memory:
+            print(f"{title:32}{'left out: too much memory':>23}")
+            continue
+        begin = time.perf_counter()
+        found, why = run_case(case)
+        if found is None:
+            print(f"{title:32}  failed: {why}")
+            continue
+        version, gpu = found.pop("torch"), found.pop("gpu")
+        print(f"{title:32}{found['kept_hooks'] / 2**20:12.1f}", flush=True)
+        rows.append(
+            {
+                "name": f"memory/forward_backward/affine_cumsum/f32/causal/B{batch}/H{heads}/N{n}/D{d}/Dv{d}",
+                "run_type": "iteration",
+                "time_unit": "ms",
+                "real_time": (time.perf_counter() - begin) * 1e3,
+                **found,
+            }
+        )
+    return rows, version, gpu
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Times the same shapes in PyTorch.")
     parser.add_argument("-o", "--output", metavar="OUT.json")
@@ -233,14 +351,18 @@ def main(arguments=None):
     parser.add_argument(
         "--against", metavar="FILE.json", help="results of perf/attention or perf/sweeps to compare with"
     )
+    parser.add_argument("--training", action="store_true", help="the memory of training with affine attention")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("torch") is None:
         print("peers: PyTorch is not installed for this python3 (the package is 'torch')", file=sys.stderr)
         return 2
     if options.case:
-        print(json.dumps(measure(json.loads(options.case))))
+        case = json.loads(options.case)
+        print(json.dumps((measure_training if case["pass"] == "training" else measure)(case)))
         return 0
+    if options.training:
+        return write(options, *training(options))
     methods = options.methods.split(",")
     if unknown := [method for method in methods if method not in METHODS]:
         print(f"peers: no method '{unknown[0]}'; there are {', '.join(METHODS)}", file=sys.stderr)
@@ -296,22 +418,7 @@ def main(arguments=None):
                         **found,
                     }
                 )
-    context = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "library": f"PyTorch {version}",
-        "threads": str(options.threads),
-        "cpu": processor(),
-    }
-    if gpu:
-        context["device"] = gpu
-    if options.output:
-        try:
-            with open(options.output, "w", encoding="utf-8") as file:
-                json.dump({"context": context, "benchmarks": rows}, file, indent=1)
-        except OSError as error:
-            print(f"peers: {options.output}: {error.strerror}", file=sys.stderr)
-            return 2
-    return 0 if rows else 1
+    return write(options, rows, version, gpu)
 
 
 if __name__ == "__main__":

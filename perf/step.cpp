@@ -38,6 +38,12 @@ class Decoder {
     z = Tensor<A***>("z", p.batch, p.kv_heads, p.d);
     if constexpr (ScaledFeatureMap<key_map_t<V>>)
       shift = Tensor<int***>("shift", p.batch, p.kv_heads, p.d);
+    if constexpr (has_constant_v<V>) {
+      t = Tensor<A***>("t", p.batch, p.kv_heads, p.dv);
+      fill(t, 6);
+      m = Tensor<std::int64_t*>("m", p.batch);
+      Kokkos::deep_copy(m, 1000);
+    }
     fill(S, 4);
     fill(z, 5);
     m_workspace = Tensor<std::byte*>("workspace", workspace_bytes());
@@ -48,7 +54,8 @@ class Decoder {
   double flops() const { return recurrent_flops(m_p, V::normalise_by_default, Pass::forward); }
   double bytes() const {
     const double state =
-        static_cast<double>((S.size() + z.size()) * sizeof(A) + shift.size() * sizeof(int));
+        static_cast<double>((S.size() + z.size() + t.size()) * sizeof(A) +
+                            shift.size() * sizeof(int) + m.size() * sizeof(std::int64_t));
     return static_cast<double>((q.size() + k.size() + v.size() + o.size()) * sizeof(T)) + 2 * state;
   }
 
@@ -63,6 +70,10 @@ class Decoder {
   State<Exec, T> state() const {
     State<Exec, T> result{.S = S, .z = z};
     if constexpr (ScaledFeatureMap<key_map_t<V>>) result.shift = shift;
+    if constexpr (has_constant_v<V>) {
+      result.t = t;
+      result.m = m;
+    }
     return result;
   }
   template <class View>
@@ -76,8 +87,9 @@ class Decoder {
   Problem m_p;
   Tensor<T***> q, k, v, o;
   Tensor<A****> S;
-  Tensor<A***> z;
+  Tensor<A***> z, t;
   Tensor<int***> shift;
+  Tensor<std::int64_t*> m;
   Tensor<std::byte*> m_workspace;
 };
 

@@ -36,6 +36,16 @@ struct FillKernel {
   }
 };
 
+/// Enqueues filling all of a contiguous View.
+template <class ExecSpace, class View>
+void fill(const ExecSpace& exec, const View& x, const Fill& numbers) {
+  using T = typename View::value_type;
+  Kokkos::parallel_for("LinAttn::perf::fill",
+                       Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(
+                           exec, 0, static_cast<std::int64_t>(x.size())),
+                       FillKernel<T>{numbers, x.data()});
+}
+
 /// FLOPs of the recurrent minimum (an FMA counts 2), with M = Dv + 1 values a row where rows are
 /// normalised: forward 2 D M for each key (state) and each query (output); backward 6 D M for each
 /// key (state, dk, dv) and 4 D M for each query (dq, mirrored state). What chunks add earns no
@@ -144,13 +154,10 @@ class Case {
   Gradients<ExecSpace, T> gradients() const { return {.q = d_q, .k = d_k, .v = d_v}; }
 
   Tensor filled(const char* name, std::int64_t heads, std::int64_t rows, std::int64_t columns,
-                Fill fill) {
+                const Fill& numbers) {
     const Tensor t(Kokkos::view_alloc(std::string(name), Kokkos::WithoutInitializing), m_p.batch,
                    heads, rows, columns);
-    Kokkos::parallel_for("LinAttn::perf::fill",
-                         Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<std::int64_t>>(
-                             m_exec, 0, static_cast<std::int64_t>(t.size())),
-                         FillKernel<T>{fill, t.data()});
+    fill(m_exec, t, numbers);
     return t;
   }
 

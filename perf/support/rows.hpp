@@ -41,6 +41,12 @@ Machine<Exec>& machine();
 /// Every program registers its rows here, after Kokkos is initialised.
 void register_rows();
 
+inline std::string row_name(const std::string& group, const char* pass, const char* variant,
+                            const char* type, bool causal, const Problem& p) {
+  return detail::message(group, "/", pass, "/", variant, "/", type, causal ? "/causal" : "/full",
+                         "/B", p.batch, "/H", p.heads, "/N", p.nq, "/D", p.d, "/Dv", p.dv);
+}
+
 /// What is to be attended, and under which name.
 template <class T, class V>
 struct Job {
@@ -53,10 +59,7 @@ struct Job {
     return std::make_unique<Case<T, V, Exec>>(variant, problem, options);
   }
   std::string name(const char* group, Pass pass) const {
-    const Problem& p = problem;
-    return detail::message(group, "/", pass_name(pass), "/", variant_name, "/", type_name<T>(),
-                           options.causal ? "/causal" : "/full", "/B", p.batch, "/H", p.heads, "/N",
-                           p.nq, "/D", p.d, "/Dv", p.dv);
+    return row_name(group, pass_name(pass), variant_name, type_name<T>(), options.causal, problem);
   }
 };
 

@@ -46,6 +46,19 @@ class Peers(ScriptTest):
         self.assertRegex(text, r"chunked +forward +H8/N4096/D64 +2.000 +0.0 +2.0")  # 2 ms over 1 ms
         self.assertRegex(text, r"chunked +forward_backward +H8/N4096/D64 +2.000 +0.0 +1.0")  # over 1 ms + 1 ms
 
+    def test_training_has_the_rows_of_our_memory(self):
+        found = {"tokens": 8192, "element_bytes": 4, "fits": 1, "kept_hooks": 2e8, "torch": "2.0", "gpu": ""}
+        out = self.folder / "training.json"
+        with mock.patch.object(peers.importlib.util, "find_spec", return_value=True), mock.patch.object(
+            peers, "run_case", side_effect=lambda case: (dict(found), "")
+        ):
+            status, text, err = self.run_main(peers, "--training", "--quick", "--threads", 1, "-o", out)
+        self.assertEqual((status, err), (0, ""))
+        rows = results.load(out).of("memory", variant="affine_cumsum", passes="forward_backward")
+        self.assertEqual({row.extents["D"] for row in rows}, {32, 64, 128})
+        self.assertEqual(rows[0]["kept_hooks"], 2e8)
+        self.assertIn("cumsum H8/N1024/D32", text)
+
     def test_wrong_options(self):
         with mock.patch.object(peers.importlib.util, "find_spec", return_value=True):
             status, _, err = self.run_main(peers, "--methods", "magic")

@@ -45,10 +45,16 @@ class Scripts(unittest.TestCase):
             ("scripts/gpu-check", "--fast"),
             ("scripts/bench", "--fast"),
             ("scripts/bench", "--quick", "--write-docs"),
+            ("scripts/bench", "--affine", "--quick", "--write-docs"),
         ):
             status, out, err = run(*command)
             self.assertEqual((status, out), (2, ""), command)
             self.assertEqual(err.count("\n"), 1)
+
+    def test_bench_names_its_options(self):
+        err = run("scripts/bench", "--help")[2]
+        for option in ("--affine", "--quick", "--write-docs"):
+            self.assertIn(option, err)
 
 
 if __name__ == "__main__":
