@@ -51,7 +51,7 @@ FAULTS = [
     ("values are not summed", WALKER, "if (m_args.has_constant) add_rows(m_values, keys.rows, once, value_sums());", ""),
     ("dV lacks what the constant gives it", WALKER, "if (begins && m_args.has_constant) sum.add({{m_tiles.one, 0, 0}, m_tiles.value_sums, 0, 1});", ""),
     ("db lacks the chunk", WALKER, "terms.more = m_tiles.weight_cotangents;", "terms.more = nullptr;"),
-    ("norms of rows have no gradient", WALKER, "rate * (df_row[d] - from[d * element] * along)", "rate * df_row[d]"),
+    ("norms of rows have no gradient", WALKER, "rate * (df_row[d] - from[d] * along)", "rate * df_row[d]"),
     ("sums of values of segments are not scanned", SCAN, "scan_values(team, states.value_sums + unit", "if (segments < 2) scan_values(team, states.value_sums + unit"),
     ("the largest norm is the last of equals", SCAN, "if (!(norm <= most) && most == most) {  // the first", "if (!(norm < most) && most == most) {  // the first"),
     ("the largest norm has no gradient", SCAN, "if (row < 0) return;", "return;"),

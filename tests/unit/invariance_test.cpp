@@ -139,7 +139,9 @@ TYPED_TEST(Invariance, BatchesAreIndependent) {
     const Case c = random_case<T, V>(p, options);
     const auto whole = attend<T, ExecSpace, V>(c, options);
     Outcome<T> joined;
-    std::vector<double> alpha(c.alpha.size()), beta(c.beta.size());
+    std::vector<double> Outcome<T>::* const parameters[] = {&Outcome<T>::alpha, &Outcome<T>::beta,
+                                                            &Outcome<T>::constant, &Outcome<T>::scale};
+    for (const auto parameter : parameters) (joined.*parameter).resize((whole.*parameter).size());
     for (std::int64_t b = 0; b < p.batch; ++b) {
       Case one = c;
       one.problem.batch = 1;
@@ -160,16 +162,17 @@ TYPED_TEST(Invariance, BatchesAreIndependent) {
       append(joined.q, part.q);
       append(joined.k, part.k);
       append(joined.v, part.v);
-      for (std::size_t h = 0; h < alpha.size(); ++h) alpha[h] += part.alpha[h];
-      for (std::size_t h = 0; h < beta.size(); ++h) beta[h] += part.beta[h];
+      for (const auto parameter : parameters)
+        for (std::size_t h = 0; h < (part.*parameter).size(); ++h)
+          (joined.*parameter)[h] += (part.*parameter)[h];
     }
-    joined.alpha = whole.alpha;
-    joined.beta = whole.beta;
+    for (const auto parameter : parameters) {
+      const auto& expected = whole.*parameter;
+      for (std::size_t h = 0; h < expected.size(); ++h)
+        EXPECT_NEAR((joined.*parameter)[h], expected[h], 1e-13 * std::abs(expected[h])) << h;
+      joined.*parameter = expected;
+    }
     EXPECT_TRUE(same_bits(whole, joined));
-    for (std::size_t h = 0; h < alpha.size(); ++h)
-      EXPECT_NEAR(alpha[h], whole.alpha[h], 1e-13 * std::abs(alpha[h])) << "alpha " << h;
-    for (std::size_t h = 0; h < beta.size(); ++h)
-      EXPECT_NEAR(beta[h], whole.beta[h], 1e-13 * std::abs(beta[h])) << "beta " << h;
   }
 }
 
@@ -192,6 +195,7 @@ TYPED_TEST(Invariance, B39HeadsAreIndependent) {
     for (auto* x : {&permuted.q, &permuted.k, &permuted.v, &permuted.d_o}) reorder(*x);
     if (!c.alpha.empty()) permuted.alpha = reordered(c.alpha, order, 1);
     if (!c.beta.empty()) permuted.beta = reordered(c.beta, order, 1);
+    if (!c.constant.empty()) permuted.constant = reordered(c.constant, order, 1);
     auto permuted_expected = expected;
     reorder(permuted_expected.o);
     reorder(permuted_expected.denominator);
@@ -200,6 +204,8 @@ TYPED_TEST(Invariance, B39HeadsAreIndependent) {
     reorder(permuted_expected.v);
     if (!c.alpha.empty()) permuted_expected.alpha = reordered(expected.alpha, order, 1);
     if (!c.beta.empty()) permuted_expected.beta = reordered(expected.beta, order, 1);
+    for (auto* x : {&permuted_expected.constant, &permuted_expected.scale})
+      if (!x->empty()) *x = reordered(*x, order, 1);
     EXPECT_TRUE(same_bits(attend<T, ExecSpace, V>(permuted, options), permuted_expected));
 
     Case alone = c;
@@ -210,6 +216,7 @@ TYPED_TEST(Invariance, B39HeadsAreIndependent) {
     for (auto* x : {&alone.q, &alone.k, &alone.v, &alone.d_o}) first(*x);
     if (!alone.alpha.empty()) alone.alpha.resize(1);
     if (!alone.beta.empty()) alone.beta.resize(1);
+    if (!alone.constant.empty()) alone.constant.resize(1);
     Options one_segment = options;
     one_segment.segments = 1;
     auto found = attend<T, ExecSpace, V>(alone, one_segment);
@@ -335,7 +342,7 @@ TYPED_TEST(Invariance, B41WeightsSumToOne) {
 }
 
 // Euler's identity. Homogeneous features of degree r: sum q dq = sum k dk = r (dO . O), which is 0
-// where rows are normalised, for every row of queries. LLN: sum_d dq_d = 0 for every row, sum_jd
+// where rows are normalised, for every row of queries. Rows divided by their norm have degree 0. LLN: sum_d dq_d = 0 for every row, sum_jd
 // dk_jd = 0.
 TYPED_TEST(Invariance, GradientsAlongSymmetries) {
   using T = typename TypeParam::T;
@@ -344,17 +351,19 @@ TYPED_TEST(Invariance, GradientsAlongSymmetries) {
   const auto kernel = reference::kernel_from_name(V::name);
   if (kernel == reference::Kernel::elu) GTEST_SKIP() << "elu + 1 has no such symmetry";
   const bool lln = kernel == reference::Kernel::lln;
-  const double degree = kernel == reference::Kernel::quadratic ? 2 : 1;
+  const bool affine = kernel == reference::Kernel::affine;
+  const double degree = affine ? 0 : kernel == reference::Kernel::quadratic ? 2 : 1;
   const Problem p{1, 2, 2, 40, 60, 5, 3};
   for (const bool causal : {false, true})
     for (const bool normalise : {true, false}) {
       if (lln && !normalise) continue;
       const Options options{.causal = causal, .normalise = normalise, .scale = 0.5};
       SCOPED_TRACE(describe(p, options));
-      const Case c = random_case<T, V>(p, options);
+      Case c = random_case<T, V>(p, options);
+      c.affine.norm_eps = 0;
       const auto found = attend<T, ExecSpace, V>(c, options);
       const auto expected = expected_of<T, V>(c, options);
-      const auto counts = reference::rounding_counts(p, reference::feature_roundings(kernel), 64);
+      const auto counts = reference::rounding_counts(p, expected.settings, 64);
       const auto along = [&](const std::vector<double>& x, std::size_t n) {
         return lln ? 1.0 : x[n];
       };

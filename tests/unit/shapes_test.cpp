@@ -38,7 +38,7 @@ TYPED_TEST(Shapes, B22EmptyExtents) {
           const Case c = random_case<T, V>(p, options);
           const auto outcome = attend<T, typename TypeParam::ExecSpace, V>(c, options);
           EXPECT_TRUE((agrees<T, V>(c, outcome, expected_of<T, V>(c, options), 4)));
-          if (p.nk > 0 && p.d > 0) continue;
+          if (p.nk > 0 && (p.d > 0 || has_constant<V>)) continue;
           for (const auto sum : outcome.denominator) EXPECT_EQ(sum, 0);
         }
     }

@@ -158,6 +158,21 @@ struct SegmentStates {
   KOKKOS_FORCEINLINE_FUNCTION explicit operator bool() const { return sums != nullptr; }
 };
 
+/// Rows among which the largest norm is looked for by one thread.
+inline constexpr std::int64_t norm_block = 256;
+
+/// The largest norm of the rows of each sequence and head, and the row where it stands.
+template <class A>
+struct LargestRows {
+  A* block_norms = nullptr;            // (sequence, head, block)
+  std::int64_t* block_rows = nullptr;
+  A* factors = nullptr;                // (sequence, head): 1 / largest norm
+  std::int64_t* rows = nullptr;        // (sequence, head): row of the tensor, -1 where the norm is 0
+  A* gradients = nullptr;              // (sequence, head, D): gradient of that row but for what rho adds; backward
+  std::int64_t blocks = 0, heads = 0;
+  bool of_keys = false;
+};
+
 /// Arguments of every kernel of the engine; a kernel reads what concerns it.
 template <class Accumulator, class QueryMap, class KeyMap>
 struct Arguments {
@@ -195,8 +210,7 @@ struct Arguments {
   A least_normaliser = A(0);
   bool center_v = false;
   StoredTensor<A> centred{};        // o before centre and noise
-  const A* query_factors = nullptr;  // (sequence, head): 1 / largest norm, for maps that divide by it
-  const A* key_factors = nullptr;    // (sequence, key/value head)
+  LargestRows<A> largest_queries{}, largest_keys{};  // for maps that divide by the largest norm
   bool may_record = false;               // small row sums may be asked for
   NormaliserRecord* records = nullptr;  // (task, group); nullptr: they are not
 
@@ -298,7 +312,7 @@ struct Tiles {
   A *row_scale = nullptr;                    // (C): denominators or factors of rows
   A *row_terms = nullptr;                    // (C): cotangent of the denominator
   A *one = nullptr;                          // 1
-  A *staging = nullptr;                      // twice (C, D or Dv): rows of 16-bit storage as numbers
+  A *staging = nullptr;                      // twice (C, D or Dv): rows of 16-bit storage as numbers, or side by side
   double* parameter_terms = nullptr;         // (C)
   A *value_sums = nullptr, *value_sums_low = nullptr;  // t, or what mirrors it
   A *constants = nullptr;                      // (C): the constant of the head
@@ -369,7 +383,7 @@ struct Tiles {
     if (normalised_rows && has_keys) key_factors = arena.take<A>(c);
     if (normalised_rows && has_queries) query_factors = arena.take<A>(c);
     if (args.has_noise() && has_queries) noise = arena.take<A>(noise_size(c, args.window.values));
-    if (!args.stores_native()) staging = arena.take<A>(2 * std::int64_t(c) * ld_staging);
+    if (!args.stores_native() || normalised_rows) staging = arena.take<A>(2 * std::int64_t(c) * ld_staging);
     if (scaled) {
       shift = arena.take<int>(ld_shift);
       new_shift = arena.take<int>(ld_shift);

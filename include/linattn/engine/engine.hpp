@@ -425,12 +425,12 @@ class Call {
     const bool wants_rate = wanted(parameters.query_parameter) || wanted(parameters.scale);
     if (units() > 0) {
       find_largest_rows("LinAttn::backward::row_norms", "LinAttn::backward::largest_norm");
-      if (!wants_rate && !m_queries_largest.rows) m_args.query_parameter_parts = nullptr;
-      if (!wanted(parameters.key_parameter) && !m_keys_largest.rows) m_args.key_parameter_parts = nullptr;
+      if (!wants_rate && !m_args.largest_queries.rows) m_args.query_parameter_parts = nullptr;
+      if (!wanted(parameters.key_parameter) && !m_args.largest_keys.rows) m_args.key_parameter_parts = nullptr;
       if (!wanted(parameters.constant)) m_args.constant_parts = nullptr;
       if (m_args.nq > 0 && (m_args.d_q || wants_rate || wanted(parameters.constant))) {
         launch_query_gradients();
-        if (m_args.d_q) add_largest_row_gradients("LinAttn::backward::query_norm", m_queries_largest, m_args.query_map,
+        if (m_args.d_q) add_largest_row_gradients("LinAttn::backward::query_norm", m_args.largest_queries, m_args.query_map,
                                                   m_args.q, m_args.d_q, m_args.query_parameter_parts, m_args.group);
       }
       const bool wants_state = m_args.initial_gradient.present;
@@ -446,7 +446,7 @@ class Call {
         if (wants_values) launch_key_gradients(true, false, true);
       }
       if (m_args.d_k && m_args.nk > 0)
-        add_largest_row_gradients("LinAttn::backward::key_norm", m_keys_largest, m_args.key_map, m_args.k, m_args.d_k,
+        add_largest_row_gradients("LinAttn::backward::key_norm", m_args.largest_keys, m_args.key_map, m_args.k, m_args.d_k,
                                   m_args.key_parameter_parts, 1);
     }
     if constexpr (ParameterizedFeatureMap<QueryMap>)
@@ -522,10 +522,8 @@ class Call {
         launch_range(norms, rows * found.blocks, FindLargestRows<A, Args>{m_args, x, found});
         launch_range(largest, rows, PickLargestRow<A>{found});
       };
-      if (m_queries_largest.rows) find(m_args.q, m_queries_largest);
-      if (m_keys_largest.rows) find(m_args.k, m_keys_largest);
-      m_args.query_factors = m_queries_largest.factors;
-      m_args.key_factors = m_keys_largest.factors;
+      if (m_args.largest_queries.rows) find(m_args.q, m_args.largest_queries);
+      if (m_args.largest_keys.rows) find(m_args.k, m_args.largest_keys);
     } else {
       (void)norms, (void)largest;
     }
@@ -555,6 +553,7 @@ class Call {
     largest.block_rows = arena.take<std::int64_t>(rows * largest.blocks);
     largest.factors = arena.take<A>(rows);
     largest.rows = arena.take<std::int64_t>(rows);
+    if (m_pass == Pass::backward) largest.gradients = arena.take<A>(rows * m_args.d);
   }
 
   /// body() with each window that the pass uses.
@@ -624,9 +623,9 @@ class Call {
     if (m_args.may_record) m_args.records = arena.take<NormaliserRecord>(tasks * m_args.group);
     if constexpr (normalised_rows) {
       if (m_args.query_map.of_sequence())
-        place_largest_rows(arena, m_queries_largest, m_args.heads, m_problem.longest_queries(), false);
+        place_largest_rows(arena, m_args.largest_queries, m_args.heads, m_problem.longest_queries(), false);
       if (m_args.key_map.of_sequence())
-        place_largest_rows(arena, m_keys_largest, m_args.kv_heads, m_problem.longest_keys(), true);
+        place_largest_rows(arena, m_args.largest_keys, m_args.kv_heads, m_problem.longest_keys(), true);
     }
   }
 
@@ -742,7 +741,6 @@ class Call {
   A* m_final_sums = nullptr;  // of a final state in the memory of the initial one
   int* m_final_shifts = nullptr;
   TensorRef<NormaliserRecord, 2, ExecSpace> m_smallest{};
-  LargestRows<A> m_queries_largest{}, m_keys_largest{};  // for maps that divide by the largest norm
   Pass m_pass;
   Args m_args;
 };

@@ -2,14 +2,16 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <linattn/team.hpp>
 
 /// \file row_norm.hpp
-/// Sums along rows of the caller, and their norms.
+/// Norms of rows, and sums along them, in an order that depends on their length alone: rows that do not lie side by
+/// side are copied first, so that one code sums all of them and the layout changes no bit.
 
 namespace LinAttn::detail {
 
-/// Sum of term(i) for 0 <= i < n, by one thread, in an order that depends on n alone.
+/// Sum of term(i) for 0 <= i < n, by one thread.
 template <class Team, class A, class Term>
 KOKKOS_FORCEINLINE_FUNCTION A sum_along(int n, const Term& term) {
   if constexpr (Team::on_host) {
@@ -31,32 +33,40 @@ KOKKOS_FORCEINLINE_FUNCTION A sum_along(int n, const Term& term) {
   }
 }
 
-/// sqrt(sum x^2 + eps) where squares leave the range of A; the sum of squares is scaled by the largest entry.
-template <class A, class Stride>
-LINATTN_OUTLINE KOKKOS_FUNCTION A careful_norm(const A* x, Stride element, int n, A eps) {
+/// sqrt(sum x^2 + eps), in fp64 relative to the largest entry: for any stride, and squares that leave the range of A.
+template <class A>
+LINATTN_OUTLINE KOKKOS_FUNCTION A careful_norm(const A* x, std::int64_t element, int n, A eps) {
   using std::sqrt;
   A largest = A(0);
   for (int i = 0; i < n; ++i) {
     const A size = x[i * element] < A(0) ? -x[i * element] : x[i * element];
-    if (!(size <= largest)) largest = size;  // a NaN stays
+    if (!(size <= largest) && largest == largest) largest = size;  // a NaN stays
   }
-  if (largest == A(0) || !(largest - largest == A(0))) return largest == A(0) ? sqrt(eps) : largest;
-  double sum = static_cast<double>(eps) / static_cast<double>(largest) / static_cast<double>(largest);
+  if (largest == A(0)) return sqrt(eps);
+  if (!(largest - largest == A(0))) return largest;
+  const double scale = static_cast<double>(largest);
+  double part[4] = {static_cast<double>(eps) / scale / scale};
   for (int i = 0; i < n; ++i) {
-    const double part = static_cast<double>(x[i * element]) / static_cast<double>(largest);
-    sum += part * part;
+    const double entry = static_cast<double>(x[i * element]) / scale;
+    part[i % 4] += entry * entry;
   }
-  return static_cast<A>(static_cast<double>(largest) * sqrt(sum));
+  return static_cast<A>(scale * sqrt((part[0] + part[1]) + (part[2] + part[3])));
 }
 
-/// sqrt(sum x^2 + eps).
-template <class Team, class A, class Stride>
-KOKKOS_FORCEINLINE_FUNCTION A row_norm(const A* x, Stride element, int n, A eps) {
+/// sqrt(sum x^2 + eps) of a row side by side.
+template <class Team, class A>
+LINATTN_OUTLINE KOKKOS_FUNCTION A row_norm(const A* x, int n, A eps) {
   using std::sqrt;
   constexpr A least = A(sizeof(A) == 4 ? 1e-30 : 1e-290), most = A(sizeof(A) == 4 ? 1e37 : 1e305);
-  const A squares = sum_along<Team, A>(n, [=](int i) { return x[i * element] * x[i * element]; }) + eps;
+  const A squares = sum_along<Team, A>(n, [=](int i) { return x[i] * x[i]; }) + eps;
   if (squares >= least && squares <= most) return sqrt(squares);
-  return careful_norm(x, element, n, eps);
+  return careful_norm(x, 1, n, eps);
+}
+
+/// sum (factor x) y of rows side by side.
+template <class Team, class A>
+LINATTN_OUTLINE KOKKOS_FUNCTION A scaled_dot(A factor, const A* x, const A* y, int n) {
+  return sum_along<Team, A>(n, [=](int i) { return factor * x[i] * y[i]; });
 }
 
 /// Whether 1 / norm is a number; smaller norms count as 0.

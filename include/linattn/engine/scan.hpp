@@ -186,20 +186,6 @@ struct SmallestRecords {
   }
 };
 
-/// Rows of a block among which the largest norm is looked for by one thread.
-inline constexpr std::int64_t norm_block = 256;
-
-/// The largest norm of the rows of a sequence and head, and the row where it stands.
-template <class A>
-struct LargestRows {
-  A* block_norms = nullptr;                // (sequence, head, block)
-  std::int64_t* block_rows = nullptr;
-  A* factors = nullptr;                    // (sequence, head): 1 / largest norm
-  std::int64_t* rows = nullptr;            // (sequence, head): row of the tensor, -1 where the norm is 0
-  std::int64_t blocks = 0, heads = 0;
-  bool of_keys = false;
-};
-
 /// One index for each sequence, head and block; `x` is q or k.
 template <class A, class Args>
 struct FindLargestRows {
@@ -233,15 +219,15 @@ struct FindLargestRows {
     with_storage<A>(x.storage, [&]<class S>(std::type_identity<S>) {
       const S* from = x.template row<S>(b, head, row);
       if constexpr (std::is_same_v<S, A>) {
-        norm = row_norm<HostTeam>(from, x.element_stride, args.d, A(0));
-      } else {  // 16 bits: squares stay in the range of a float unless the entries are huge
+        norm = careful_norm(from, x.element_stride, args.d, A(0));
+      } else {
         using std::sqrt;
-        double squares = 0;
+        double part[4] = {};
         for (int d = 0; d < args.d; ++d) {
           const double entry = static_cast<double>(static_cast<A>(from[d * x.element_stride]));
-          squares += entry * entry;
+          part[d % 4] += entry * entry;
         }
-        norm = static_cast<A>(sqrt(squares));
+        norm = static_cast<A>(sqrt((part[0] + part[1]) + (part[2] + part[3])));
       }
     });
     return norm;
@@ -293,10 +279,9 @@ struct AddLargestRowGradient {
     with_storage<A>(x.storage, [&]<class S>(std::type_identity<S>) {
       const S* from = x.template row<S>(batch, head, row);
       S* to = d_x.template row<S>(batch, head, row);
-      for (int d = 0; d < args.d; ++d) {
-        S& here = to[d * d_x.element_stride];
-        here = static_cast<S>(static_cast<A>(here) - static_cast<A>(from[d * x.element_stride]) * factor * along);
-      }
+      for (int d = 0; d < args.d; ++d)
+        to[d * d_x.element_stride] = static_cast<S>(
+            largest.gradients[index * args.d + d] - static_cast<A>(from[d * x.element_stride]) * factor * along);
     });
   }
 };

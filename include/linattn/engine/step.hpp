@@ -115,7 +115,7 @@ struct StepKernel {
   template <class Map, class Team, class Bound, class Shift>
   KOKKOS_FUNCTION void features(const Team& team, const Bound& map, const A* x, A* f, const Shift& shift_of) const {
     if constexpr (NormalisedFeatureMap<Map>) {
-      const A factor = map.rate * (map.per_row ? inverse_norm(row_norm<Team>(x, Constant<1>{}, args.d, map.eps)) : A(1));
+      const A factor = map.rate * (map.per_row ? inverse_norm(row_norm<Team>(x, args.d, map.eps)) : A(1));
       for_each(team, args.features, [=](int d) { f[d] = x[d] * factor; });
     } else if constexpr (RowFeatureMap<Map>) {
       if (team.rank() == 0) map.row_value(ConstRow<A>{x, args.d, 1}, Row<A>{f, args.features, 1});

@@ -291,18 +291,18 @@ class Walker {
   }
 
   /// `columns` columns of rows as numbers: where they lie, or converted into the staging tile, where they
-  /// stay until the next call. Rows where not visible(row) are not read.
-  template <class Visible>
+  /// stay until the next call. Rows where not visible(row) are not read. SideBySide: entries are next to each other.
+  template <bool SideBySide = false, class Visible>
   KOKKOS_FUNCTION Rows<A> fetch(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin, int rows,
                                 int first_column, int columns, const Visible& visible) {
-    if (t.storage == Storage::native)
+    if (t.storage == Storage::native && (!SideBySide || t.element_stride == 1))
       return {t.template row<A>(m_sequence.batch, head, begin) + first_column * t.element_stride, t.row_stride,
               t.element_stride};
     A* staging = m_tiles.staging;
     const int ld = m_tiles.ld_staging;
     m_team.barrier();
     with_storage<A>(t.storage, [&]<class S>(std::type_identity<S>) {
-      if constexpr (!std::is_same_v<S, A>) {
+      if constexpr (SideBySide || !std::is_same_v<S, A>) {
         const S* from = t.template row<S>(m_sequence.batch, head, begin) + first_column * t.element_stride;
         const std::int64_t row = t.row_stride;
         with_stride<Team>(t.element_stride, [&](auto element) {
@@ -1555,22 +1555,30 @@ class Walker {
   KOKKOS_FUNCTION Rows<A> fetch_features(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin, int rows,
                                          const Visible& visible) {
     if constexpr (mixes_entries_v<Map>)
-      return fetch(t, head, begin, rows, 0, m_args.d, visible);
+      return fetch<NormalisedFeatureMap<Map>>(t, head, begin, rows, 0, m_args.d, visible);
     else
       return fetch(t, head, begin, rows, m_first_feature, m_features, visible);
   }
 
-  /// Factors 1/rho of rows, for normalised maps: where they are kept, and that of the sequence.
+  /// Factors 1/rho of rows, for normalised maps: where they are kept, that of the sequence, and the row it is taken
+  /// from, whose gradient is kept until all rows have added to that of rho.
   struct RowFactors {
     A* rows = nullptr;
     A of_sequence = A(1);
+    std::int64_t largest_row = -1;
+    A* largest_gradient = nullptr;
   };
+  KOKKOS_FUNCTION RowFactors row_factors(const LargestRows<A>& largest, A* rows, std::int64_t head) const {
+    if (!largest.rows) return {rows};
+    const std::int64_t at = m_member * largest.heads + head;
+    return {rows, largest.factors[at], largest.rows[at],
+            largest.gradients ? largest.gradients + at * m_args.d : nullptr};
+  }
   KOKKOS_FUNCTION RowFactors key_factors() const {
-    return {m_tiles.key_factors, m_args.key_factors ? m_args.key_factors[m_unit] : A(1)};
+    return row_factors(m_args.largest_keys, m_tiles.key_factors, m_kv_head);
   }
   KOKKOS_FUNCTION RowFactors query_factors(std::int64_t head, int first) const {
-    return {m_tiles.query_factors + first,
-            m_args.query_factors ? m_args.query_factors[m_member * m_args.heads + head] : A(1)};
+    return row_factors(m_args.largest_queries, m_tiles.query_factors + first, head);
   }
 
   /// f = phi(x) for `count` rows, zero where not visible(row); shift(row)(feature) matters to
@@ -1581,24 +1589,21 @@ class Walker {
                                                                 RowFactors factors) {
     const int ld = m_tiles.ldr;
     if constexpr (NormalisedFeatureMap<Map>) {
-      with_stride<Team>(x.element, [&](auto element) {
-        const int size = m_args.d;
-        for_each(m_team, count, [=](int r) {
-          factors.rows[r] = map.per_row && visible(r)
-                                ? inverse_norm(row_norm<Team>(x.data + r * x.row, element, size, map.eps))
-                                : factors.of_sequence;
-        });
-        m_team.barrier();
-        for_each_in_counted_rows(
-            m_team, count, m_features, visible,
-            [=, this](int r) {
-              const A* from = x.data + r * x.row + m_first_feature * element;
-              A* to = f + r * ld;
-              const A factor = factors.rows[r] * map.rate;
-              return [=](int d) { to[d] = from[d * element] * factor; };
-            },
-            [=](int r) { return [=](int d) { f[r * ld + d] = A(0); }; });
+      const int size = m_args.d;
+      for_each(m_team, count, [=](int r) {
+        factors.rows[r] = map.per_row && visible(r) ? inverse_norm(row_norm<Team>(x.data + r * x.row, size, map.eps))
+                                                    : factors.of_sequence;
       });
+      m_team.barrier();
+      for_each_in_counted_rows(
+          m_team, count, size, visible,
+          [=](int r) {
+            const A* from = x.data + r * x.row;
+            A* to = f + r * ld;
+            const A factor = factors.rows[r] * map.rate;
+            return [=](int d) { to[d] = from[d] * factor; };
+          },
+          [=](int r) { return [=](int d) { f[r * ld + d] = A(0); }; });
     } else if constexpr (RowFeatureMap<Map>) {
       const int size = m_args.d, rank = m_args.features;
       for_each(m_team, count, [=](int r) {
@@ -1713,41 +1718,39 @@ class Walker {
                                       const Visible& visible, RowFactors factors) {
     const int ld = m_tiles.ldr, size = m_features;
     double* dots = m_tiles.parameter_terms;
-    with_stride<Team>(x.element, [&](auto element) {
-      if (part || map.per_row) {
-        for_each(m_team, count, [=](int r) {
+    if (part || map.per_row) {
+      for_each(m_team, count, [=](int r) {
+        dots[r] = visible(r) ? static_cast<double>(
+                                   scaled_dot<Team>(factors.rows[r], x.data + r * x.row, df + r * ld, size))
+                             : 0.0;
+      });
+      m_team.barrier();
+    }
+    if (part && m_team.rank() == 0) {
+      double total = 0;
+      for (int r = 0; r < count; ++r) total += dots[r];
+      *part += total;
+    }
+    if (!d_t) return;
+    const bool direct = Team::on_host && d_t.storage == Storage::native && d_t.element_stride == 1;
+    A* to = direct ? d_t.template row<A>(m_sequence.batch, head, begin) + m_first_feature : df;
+    const std::int64_t row = direct ? d_t.row_stride : ld;
+    for_each_in_counted_rows(
+        m_team, count, size, visible,
+        [=](int r) {
+          const A factor = factors.rows[r];
+          const A along = map.per_row ? static_cast<A>(dots[r]) * factor : A(0), rate = map.rate * factor;
           const A* from = x.data + r * x.row;
           const A* df_row = df + r * ld;
-          const A factor = factors.rows[r];
-          dots[r] = visible(r) ? static_cast<double>(sum_along<Team, A>(
-                                     size, [=](int d) { return from[d * element] * factor * df_row[d]; }))
-                               : 0.0;
-        });
-        m_team.barrier();
-      }
-      if (part && m_team.rank() == 0) {
-        double total = 0;
-        for (int r = 0; r < count; ++r) total += dots[r];
-        *part += total;
-      }
-      if (!d_t) return;
-      const bool direct = Team::on_host && d_t.storage == Storage::native && d_t.element_stride == 1;
-      A* to = direct ? d_t.template row<A>(m_sequence.batch, head, begin) + m_first_feature : df;
-      const std::int64_t row = direct ? d_t.row_stride : ld;
-      for_each_in_counted_rows(
-          m_team, count, size, visible,
-          [=](int r) {
-            const A factor = factors.rows[r];
-            const A along = map.per_row ? static_cast<A>(dots[r]) * factor : A(0), rate = map.rate * factor;
-            const A* from = x.data + r * x.row;
-            const A* df_row = df + r * ld;
-            A* here = to + r * row;
-            return [=](int d) { here[d] = rate * (df_row[d] - from[d * element] * along); };
-          },
-          [=](int r) { return [=](int d) { to[r * row + d] = A(0); }; });
-      m_team.barrier();
-      if (!direct) put(df, ld, d_t, head, begin, count, m_first_feature, size, visible);
-    });
+          A* here = to + r * row;
+          return [=](int d) { here[d] = rate * (df_row[d] - from[d] * along); };
+        },
+        [=](int r) { return [=](int d) { to[r * row + d] = A(0); }; });
+    m_team.barrier();
+    const std::int64_t largest = factors.largest_row - begin;
+    if (factors.largest_gradient && largest >= 0 && largest < count)
+      for_each(m_team, size, [=](int d) { factors.largest_gradient[d] = to[largest * row + d]; });
+    if (!direct) put(df, ld, d_t, head, begin, count, m_first_feature, size, visible);
     m_team.barrier();
   }
 
