@@ -19,6 +19,12 @@ bool is_known_to_reference(const std::string& variant) {
   }
 }
 
+/// Values of a parameter, or their gradients, in what has members alpha and beta.
+template <class Set>
+auto& of_role(ParameterInfo::Role role, Set& set) {
+  return role == ParameterInfo::Role::query ? set.alpha : set.beta;
+}
+
 /// A job in the reference's terms. \throws InvalidArgument if there is an obstacle
 struct DenseJob {
   reference::Settings settings;
@@ -29,11 +35,11 @@ struct DenseJob {
     if (const std::string obstacle = reference_obstacle(job); !obstacle.empty())
       throw InvalidArgument(obstacle);
     settings = {.kernel = reference::kernel_from_name(job.variant),
-                .causal = job.causal,
-                .normalise = job.normalise,
-                .scale = job.scale,
-                .alpha = job.query_parameter,
-                .beta = job.key_parameter};
+                .causal = job.causal(),
+                .normalise = job.normalise(),
+                .scale = job.output_scale()};
+    for (const ParameterInfo& parameter : variant_info(job.variant).parameters)
+      of_role(parameter.role, settings) = job.per_head(parameter);
     if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
     if (job.cu_seqlens_q != nullptr) {
       settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();
@@ -55,11 +61,9 @@ std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
   std::vector<NamedArray> gradients{{"q", io::Array(d.q, job.q->extents())},
                                     {"k", io::Array(d.k, job.k->extents())},
                                     {"v", io::Array(d.v, job.v->extents())}};
-  const VariantInfo& info = variant_info(job.variant);
-  if (!info.query_parameter.empty())
-    gradients.push_back({info.query_parameter, io::Array(d.alpha, {job.problem.heads})});
-  if (!info.key_parameter.empty())
-    gradients.push_back({info.key_parameter, io::Array(d.beta, {job.problem.kv_heads})});
+  for (const ParameterInfo& parameter : variant_info(job.variant).parameters)
+    gradients.push_back({parameter.name, io::Array(of_role(parameter.role, d),
+                                                   {parameter.heads(job.problem)})});
   return gradients;
 }
 
