@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <numbers>
+#include <stdexcept>
 #include <tuple>
 
 #include "cases.hpp"
@@ -20,7 +22,12 @@ enum class Mistake {
   no_denominator_gradient,
   last_key_dropped,
   neighbour_value_column,
-  stale_output
+  stale_output,
+  no_count,                  ///< b m is missing from the sum of weights
+  no_gradient_of_norm,       ///< x / rho with a constant rho
+  norm_of_last_row,          ///< the last row carries the gradient of the largest norm
+  gradient_of_replaced_sum,  ///< as if a replaced sum were its own
+  cotangent_without_noise
 };
 
 template <class T>
@@ -33,6 +40,7 @@ template <class T>
 T phi(Kernel kernel, T parameter, T x) {
   switch (kernel) {
     case Kernel::identity:
+    case Kernel::affine:
       return x;
     case Kernel::elu:
       return x > 0 ? x + 1 : std::exp(x);
@@ -51,6 +59,7 @@ template <class T>
 T slope(Kernel kernel, T parameter, T x) {
   switch (kernel) {
     case Kernel::identity:
+    case Kernel::affine:
       return 1;
     case Kernel::elu:
       return x > 0 ? 1 : std::exp(x);
@@ -64,49 +73,125 @@ T slope(Kernel kernel, T parameter, T x) {
   return std::exp(parameter * x);
 }
 
-/// Linear attention in linear time: running sums S = sum phi(k) v^T, z = sum phi(k) forward, and
-/// R = sum phi(q) [G, e]^T backward, in T throughout. Backward sees each element of o off by
-/// max(unit |o|, least), to the side that changes the gradients most.
+/// Rows x of one head divided by their norms, in T.
+template <class T>
+struct Normed {
+  const reference::Settings& settings;
+  std::size_t d, largest = 0;
+  std::vector<T> hat, factor;
+
+  Normed(const reference::Settings& s, const T* x, std::size_t rows, std::size_t width)
+      : settings(s), d(width), hat(x, x + rows * width), factor(rows, T(1)) {
+    if (settings.kernel != Kernel::affine || settings.norm == reference::Norm::none) return;
+    const bool l2 = settings.norm == reference::Norm::l2;
+    std::vector<T> squares(rows);
+    for (std::size_t row = 0; row < rows; ++row) {
+      for (std::size_t m = 0; m < d; ++m) squares[row] += x[row * d + m] * x[row * d + m];
+      if (squares[row] > squares[largest]) largest = row;
+    }
+    for (std::size_t row = 0; row < rows; ++row) {
+      factor[row] = T(1) / std::sqrt(l2 ? squares[row] + static_cast<T>(settings.norm_eps)
+                                        : squares[largest]);
+      for (std::size_t m = 0; m < d; ++m) hat[row * d + m] *= factor[row];
+    }
+  }
+
+  /// Adds the gradient with respect to x.
+  void pull_back(const std::vector<T>& d_hat, Mistake mistake, T* dx) const {
+    const auto dot = [&](std::size_t row) {
+      T sum = 0;
+      for (std::size_t m = 0; m < d; ++m) sum += hat[row * d + m] * d_hat[row * d + m];
+      return sum;
+    };
+    T all = 0;
+    for (std::size_t row = 0; row < factor.size(); ++row) all += dot(row);
+    const bool constant =
+        settings.norm == reference::Norm::none || mistake == Mistake::no_gradient_of_norm;
+    const std::size_t carrier = mistake == Mistake::norm_of_last_row ? factor.size() - 1 : largest;
+    for (std::size_t row = 0; row < factor.size(); ++row) {
+      const T along = constant                               ? T(0)
+                      : settings.norm == reference::Norm::l2 ? dot(row)
+                      : row == carrier                       ? all
+                                                             : T(0);
+      for (std::size_t m = 0; m < d; ++m)
+        dx[row * d + m] += factor[row] * (d_hat[row * d + m] - hat[row * d + m] * along);
+    }
+  }
+};
+
+/// 1 + p n in T, but for the exact u under the logarithm.
+template <class T>
+T noise_factor(const reference::Settings& settings, std::uint64_t e) {
+  if (settings.dropout_p == 0) return 1;
+  const auto low = [](std::uint64_t x) { return static_cast<std::uint32_t>(x); };
+  const auto words = reference::philox4x32({low(e >> 2), low(e >> 34), low(settings.offset), 0},
+                                           {low(settings.seed), 0});
+  const auto u = [&](std::size_t n) { return (words[n] + 0.5) * 0x1p-32; };
+  const std::size_t pair = e & 2;
+  const T radius = std::sqrt(T(-2) * static_cast<T>(std::log(u(pair))));
+  const T angle = static_cast<T>(2 * std::numbers::pi) * static_cast<T>(u(pair + 1));
+  return T(1) + static_cast<T>(settings.dropout_p) *
+                    (radius * (e & 1 ? std::sin(angle) : std::cos(angle)));
+}
+
+/// Linear attention in linear time: running sums S = sum phi(k) v^T, z = sum phi(k), for affine
+/// also t = sum v and m, forward, and R = sum phi(q) [G, e]^T, for affine also sum [G, e],
+/// backward, in T throughout. Backward sees each element of o off by max(unit |o|, least), to the
+/// side that changes the gradients most.
 template <class T>
 Recurrence<T> recurrence(const Case<T>& c, Mistake mistake, T unit = 0, T least = 0) {
   const auto& p = c.problem;
-  const auto kernel = c.settings.kernel;
-  const bool lln = kernel == Kernel::lln, causal = c.settings.causal,
-             normalise = c.settings.normalise;
-  const T scale = static_cast<T>(c.settings.scale);
+  const auto& settings = c.settings;
+  const auto kernel = settings.kernel;
+  const bool lln = kernel == Kernel::lln, affine = kernel == Kernel::affine,
+             causal = settings.causal, normalise = settings.normalise;
+  const T scale = static_cast<T>(settings.scale);
   const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
   const std::size_t d = size(p.d), dv = size(p.dv), nq = size(p.nq), nk = size(p.nk);
   Recurrence<T> out;
   out.o.resize(c.d_o.size());
-  out.gradient = {std::vector<T>(c.tensors.q.size()), std::vector<T>(c.tensors.k.size()),
-                  std::vector<T>(c.tensors.v.size()), std::vector<T>(c.settings.alpha.size()),
-                  std::vector<T>(c.settings.beta.size())};
-  for (std::size_t b = 0; b < size(p.batch); ++b)
+  out.gradient = {std::vector<T>(c.tensors.q.size()),      std::vector<T>(c.tensors.k.size()),
+                  std::vector<T>(c.tensors.v.size()),      std::vector<T>(settings.alpha.size()),
+                  std::vector<T>(settings.beta.size()),    std::vector<T>(settings.constant.size()),
+                  std::vector<T>(settings.constant.size())};
+  for (std::size_t batch = 0; batch < size(p.batch); ++batch)
     for (std::size_t h = 0; h < size(p.heads); ++h) {
       const std::size_t g = h / size(p.group());
-      const T alpha = lln ? static_cast<T>(c.settings.alpha[h]) : T(1);
-      const T beta = lln ? static_cast<T>(c.settings.beta[g]) : T(1);
-      const T* q = c.tensors.q.data() + (b * size(p.heads) + h) * nq * d;
-      const T* k = c.tensors.k.data() + (b * size(p.kv_heads) + g) * nk * d;
-      const T* v = c.tensors.v.data() + (b * size(p.kv_heads) + g) * nk * dv;
-      const T* d_o = c.d_o.data() + (b * size(p.heads) + h) * nq * dv;
-      T* o = out.o.data() + (b * size(p.heads) + h) * nq * dv;
-      T* dq = out.gradient.q.data() + (b * size(p.heads) + h) * nq * d;
-      T* dk = out.gradient.k.data() + (b * size(p.kv_heads) + g) * nk * d;
-      T* dv_out = out.gradient.v.data() + (b * size(p.kv_heads) + g) * nk * dv;
+      const std::size_t q_head = batch * size(p.heads) + h, k_head = batch * size(p.kv_heads) + g;
+      const T alpha = lln || affine ? static_cast<T>(settings.alpha[h]) : T(1);
+      const T beta = lln ? static_cast<T>(settings.beta[g]) : T(1);
+      const T s = static_cast<T>(settings.score_scale);
+      const T rate = affine ? alpha * s : T(1);
+      const T b = affine ? static_cast<T>(settings.constant[h]) : T(0);
+      const Normed<T> normed_q(settings, c.tensors.q.data() + q_head * nq * d, nq, d);
+      const Normed<T> normed_k(settings, c.tensors.k.data() + k_head * nk * d, nk, d);
+      const T *q = normed_q.hat.data(), *k = normed_k.hat.data();
+      const T* v = c.tensors.v.data() + k_head * nk * dv;
+      const T* d_o = c.d_o.data() + q_head * nq * dv;
+      T* o = out.o.data() + q_head * nq * dv;
+      T* dv_out = out.gradient.v.data() + k_head * nk * dv;
+      std::vector<T> dq(nq * d), dk(nk * d);  // with respect to qhat and khat
 
-      std::vector<T> S(d * dv), z(d), G(nq * dv), e(nq);
+      std::vector<T> S(d * dv), z(d), t(dv), G(nq * dv), e(nq);
       std::size_t absorbed = 0;
       for (std::size_t i = 0; i < nq; ++i) {
         const std::size_t end = causal ? i + nk - nq + 1 : nk;
-        for (; absorbed < (mistake == Mistake::last_key_dropped ? end - 1 : end); ++absorbed)
+        for (; absorbed < (mistake == Mistake::last_key_dropped ? end - 1 : end); ++absorbed) {
+          for (std::size_t n = 0; n < dv; ++n) t[n] += v[absorbed * dv + n];
           for (std::size_t m = 0; m < d; ++m) {
             const T feature = phi(kernel, beta, k[absorbed * d + m]);
             z[m] += feature;
             for (std::size_t n = 0; n < dv; ++n) S[m * dv + n] += feature * v[absorbed * dv + n];
           }
+        }
         T denominator = 0;
         for (std::size_t m = 0; m < d; ++m) denominator += phi(kernel, alpha, q[i * d + m]) * z[m];
+        const T count = static_cast<T>(absorbed);
+        if (affine)
+          denominator = rate * denominator + (mistake == Mistake::no_count ? b : b * count);
+        const T limit = static_cast<T>(settings.least_normaliser.value_or(0)) * count;
+        const bool replaced = normalise && std::abs(denominator) < limit;
+        if (replaced) denominator = std::copysign(limit, denominator);
         if (normalise && denominator == 0) continue;
         T dot = 0;
         for (std::size_t n = 0; n < dv; ++n) {
@@ -114,43 +199,67 @@ Recurrence<T> recurrence(const Case<T>& c, Mistake mistake, T unit = 0, T least 
           const std::size_t column = mistake == Mistake::neighbour_value_column ? (n + 1) % dv : n;
           for (std::size_t m = 0; m < d; ++m)
             sum += phi(kernel, alpha, q[i * d + m]) * S[m * dv + column];
-          o[i * dv + n] = normalise ? sum / denominator : scale * sum;
-          G[i * dv + n] = normalise ? d_o[i * dv + n] / denominator : scale * d_o[i * dv + n];
+          if (affine) sum = rate * sum + b * t[column];
+          const T factor = noise_factor<T>(settings, (q_head * nq + i) * dv + n);
+          const T d_y = d_o[i * dv + n];
+          o[i * dv + n] = (normalise ? sum / denominator : scale * sum) * factor;
+          const T cotangent = mistake == Mistake::cotangent_without_noise ? d_y : d_y * factor;
+          G[i * dv + n] = normalise ? cotangent / denominator : scale * cotangent;
           const std::size_t row = mistake == Mistake::stale_output && i > 0 ? i - 1 : i;
           const T seen = o[row * dv + n], off = std::max(unit * std::abs(seen), least);
-          dot += d_o[i * dv + n] * (seen + std::copysign(off, d_o[i * dv + n]));
+          dot += d_y * (seen + std::copysign(off, d_y));
         }
-        e[i] = normalise && mistake != Mistake::no_denominator_gradient ? -dot / denominator : T(0);
+        const bool keeps_sum = replaced && mistake != Mistake::gradient_of_replaced_sum;
+        e[i] = normalise && !keeps_sum && mistake != Mistake::no_denominator_gradient
+                   ? -dot / denominator
+                   : T(0);
+        T along = 0;  // qhat . dqhat / (a s)
         for (std::size_t m = 0; m < d; ++m) {
           T sum = z[m] * e[i];
           for (std::size_t n = 0; n < dv; ++n) sum += S[m * dv + n] * G[i * dv + n];
           const T by_feature = slope(kernel, alpha, q[i * d + m]) * sum;
-          dq[i * d + m] = lln ? alpha * by_feature : by_feature;
+          dq[i * d + m] = lln ? alpha * by_feature : rate * by_feature;
           if (lln) out.gradient.alpha[h] += q[i * d + m] * by_feature;
+          along += q[i * d + m] * by_feature;
         }
+        if (!affine) continue;
+        T by_constant = count * e[i];
+        for (std::size_t n = 0; n < dv; ++n) by_constant += t[n] * G[i * dv + n];
+        out.gradient.alpha[h] += s * along;
+        out.gradient.score_scale[h] += alpha * along;
+        out.gradient.constant[h] += by_constant;
       }
 
-      std::vector<T> R(d * dv), r(d);
+      std::vector<T> R(d * dv), r(d), sum_G(dv);
       std::size_t left = nq;
       for (std::size_t j = nk; j-- > 0;) {
         while (left > 0 && (!causal || left - 1 + nk - nq >= j)) {
           --left;
+          for (std::size_t n = 0; n < dv; ++n) sum_G[n] += G[left * dv + n];
           for (std::size_t m = 0; m < d; ++m) {
             const T feature = phi(kernel, alpha, q[left * d + m]);
             r[m] += feature * e[left];
             for (std::size_t n = 0; n < dv; ++n) R[m * dv + n] += feature * G[left * dv + n];
           }
         }
+        for (std::size_t n = 0; affine && n < dv; ++n) dv_out[j * dv + n] += b * sum_G[n];
         for (std::size_t m = 0; m < d; ++m) {
           T sum = r[m];
           for (std::size_t n = 0; n < dv; ++n) {
             sum += R[m * dv + n] * v[j * dv + n];
-            dv_out[j * dv + n] += phi(kernel, beta, k[j * d + m]) * R[m * dv + n];
+            dv_out[j * dv + n] += rate * (phi(kernel, beta, k[j * d + m]) * R[m * dv + n]);
           }
           const T by_feature = slope(kernel, beta, k[j * d + m]) * sum;
-          dk[j * d + m] += lln ? beta * by_feature : by_feature;
+          dk[j * d + m] = lln ? beta * by_feature : rate * by_feature;
           if (lln) out.gradient.beta[g] += k[j * d + m] * by_feature;
         }
+      }
+      if (affine) {
+        normed_q.pull_back(dq, mistake, out.gradient.q.data() + q_head * nq * d);
+        normed_k.pull_back(dk, mistake, out.gradient.k.data() + k_head * nk * d);
+      } else {
+        for (std::size_t n = 0; n < nq * d; ++n) out.gradient.q[q_head * nq * d + n] = dq[n];
+        for (std::size_t n = 0; n < nk * d; ++n) out.gradient.k[k_head * nk * d + n] += dk[n];
       }
     }
   return out;
@@ -169,37 +278,85 @@ long double worst_of_bound(const Case<T>& c, const Recurrence<T>& found) {
   const auto o = oracle.forward();
   const auto gradient = oracle.backward();
   const auto magnitude = oracle.magnitudes();
-  const auto counts =
-      reference::rounding_counts(c.problem, reference::feature_roundings(c.settings.kernel));
+  const auto counts = reference::rounding_counts(c.problem, c.settings);
   const auto ratio = [](const std::vector<T>& x, const std::vector<long double>& expected,
                         const std::vector<long double>& size, double count) {
     return worst_ratio(x, expected, size, static_cast<long double>(count) * roundoff<T>);
   };
-  return std::max({ratio(found.o, o, magnitude.o, counts.o),
-                   ratio(found.gradient.q, gradient.q, magnitude.q, counts.q),
-                   ratio(found.gradient.k, gradient.k, magnitude.k, counts.k),
-                   ratio(found.gradient.v, gradient.v, magnitude.v, counts.v),
-                   ratio(found.gradient.alpha, gradient.alpha, magnitude.alpha, counts.alpha),
-                   ratio(found.gradient.beta, gradient.beta, magnitude.beta, counts.beta)});
+  return std::max(
+      {ratio(found.o, o, magnitude.o, counts.o),
+       ratio(found.gradient.q, gradient.q, magnitude.q, counts.q),
+       ratio(found.gradient.k, gradient.k, magnitude.k, counts.k),
+       ratio(found.gradient.v, gradient.v, magnitude.v, counts.v),
+       ratio(found.gradient.alpha, gradient.alpha, magnitude.alpha, counts.alpha),
+       ratio(found.gradient.beta, gradient.beta, magnitude.beta, counts.beta),
+       ratio(found.gradient.constant, gradient.constant, magnitude.constant, counts.constant),
+       ratio(found.gradient.score_scale, gradient.score_scale, magnitude.score_scale,
+             counts.score_scale)});
 }
 
-class ReferenceBounds : public ::testing::TestWithParam<std::tuple<Kernel, bool, bool>> {
+/// A kernel and what else changes its path of roundings.
+struct Form {
+  const char* name;
+  Kernel kernel;
+  reference::Norm norm = reference::Norm::l2;
+  bool noise = false;
+  bool clamped = false;
+};
+void PrintTo(const Form& form, std::ostream* out) { *out << form.name; }
+
+constexpr Form forms[] = {
+    {"identity", Kernel::identity},
+    {"elu", Kernel::elu},
+    {"relu", Kernel::relu},
+    {"quadratic", Kernel::quadratic},
+    {"lln", Kernel::lln},
+    {"affine_l2", Kernel::affine},
+    {"affine_none", Kernel::affine, reference::Norm::none},
+    {"affine_max", Kernel::affine, reference::Norm::max},
+    {"affine_l2_noise", Kernel::affine, reference::Norm::l2, true},
+    {"affine_l2_clamped", Kernel::affine, reference::Norm::l2, false, true},
+    {"affine_none_noise_clamped", Kernel::affine, reference::Norm::none, true, true},
+    {"affine_max_noise_clamped", Kernel::affine, reference::Norm::max, true, true},
+    {"identity_noise_clamped", Kernel::identity, reference::Norm::l2, true, true},
+    {"elu_noise", Kernel::elu, reference::Norm::l2, true},
+    {"lln_noise", Kernel::lln, reference::Norm::l2, true}};
+
+class ReferenceBounds : public ::testing::TestWithParam<std::tuple<Form, bool, bool>> {
  protected:
   template <class T>
   Case<T> make(std::uint64_t seed) const {
-    const auto [kernel, causal, normalise] = GetParam();
+    const auto [form, causal, normalise] = GetParam();
     const Problem problem{
         .batch = 2, .heads = 4, .kv_heads = 2, .nq = 37, .nk = 61, .d = 8, .dv = 5};
-    return random_case<T>(
-        problem, {.kernel = kernel, .causal = causal, .normalise = normalise, .scale = 0.3}, seed);
+    reference::Settings settings{.kernel = form.kernel,
+                                 .causal = causal,
+                                 .normalise = normalise,
+                                 .scale = 0.3,
+                                 .score_scale = 2.5,  // weights of both signs
+                                 .norm = form.norm};
+    if (form.noise) settings.dropout_p = 0.3, settings.seed = seed, settings.offset = 2;
+    for (std::uint64_t attempt = 0; attempt < 100; ++attempt) {
+      auto c = random_case<T>(problem, settings, seed + 1000 * attempt);
+      if (!form.clamped || !normalise) return c;
+      Case<double> wide{c.problem, c.settings, {}, {}};
+      wide.tensors = {{c.tensors.q.begin(), c.tensors.q.end()},
+                      {c.tensors.k.begin(), c.tensors.k.end()},
+                      {c.tensors.v.begin(), c.tensors.v.end()}};
+      // No rounding may bring a sum to the limit or to the other sign.
+      if (clamp_some_rows(wide) < 2e-4 || sum_ratios(wide)[0] < 1e-3) continue;
+      c.settings.least_normaliser = wide.settings.least_normaliser;
+      return c;
+    }
+    throw std::runtime_error("no case has sums at a distance from the limit");
   }
 };
 
 INSTANTIATE_TEST_SUITE_P(All, ReferenceBounds,
-                         ::testing::Combine(::testing::ValuesIn(all_kernels), ::testing::Bool(),
+                         ::testing::Combine(::testing::ValuesIn(forms), ::testing::Bool(),
                                             ::testing::Bool()),
                          [](const auto& suite) {
-                           return std::string(reference::kernel_name(std::get<0>(suite.param))) +
+                           return std::string(std::get<0>(suite.param).name) +
                                   (std::get<1>(suite.param) ? "_causal" : "_full") +
                                   (std::get<2>(suite.param) ? "_normalised" : "_plain");
                          });
@@ -221,6 +378,13 @@ TEST_P(ReferenceBounds, SeeMistakes) {
   std::vector<Mistake> mistakes{Mistake::last_key_dropped, Mistake::neighbour_value_column};
   if (c.settings.normalise)
     append(mistakes, {Mistake::no_denominator_gradient, Mistake::stale_output});
+  if (c.settings.kernel == Kernel::affine) {
+    if (c.settings.normalise) mistakes.push_back(Mistake::no_count);
+    if (c.settings.norm != reference::Norm::none) mistakes.push_back(Mistake::no_gradient_of_norm);
+    if (c.settings.norm == reference::Norm::max) mistakes.push_back(Mistake::norm_of_last_row);
+  }
+  if (c.settings.least_normaliser) mistakes.push_back(Mistake::gradient_of_replaced_sum);
+  if (c.settings.dropout_p != 0) mistakes.push_back(Mistake::cotangent_without_noise);
   for (const auto mistake : mistakes)
     EXPECT_GT(worst_of_bound(c, recurrence(c, mistake)), 10)
         << "mistake " << static_cast<int>(mistake);
@@ -252,10 +416,15 @@ TEST_P(ReferenceBounds, EffectsOfARoundedOutputAreReached) {
   // With features and slopes of one sign, rows do not cancel in a key, and with one row in nothing.
   const bool positive = c.settings.kernel == Kernel::elu || c.settings.kernel == Kernel::lln ||
                         c.settings.kernel == Kernel::relu;
-  compare(x.q, y.q, effects.q, true);
+  // But for the row that carries the gradient of the largest norm, a query's row is changed by its
+  // own output alone.
+  compare(x.q, y.q, effects.q,
+          c.settings.kernel != Kernel::affine || c.settings.norm != reference::Norm::max);
   compare(x.k, y.k, effects.k, positive);
   compare(x.alpha, y.alpha, effects.alpha, false);
   compare(x.beta, y.beta, effects.beta, false);
+  compare(x.constant, y.constant, effects.constant, false);
+  compare(x.score_scale, y.score_scale, effects.score_scale, false);
   EXPECT_EQ(largest > 0, c.settings.normalise);
 }
 
@@ -279,6 +448,8 @@ TEST_P(ReferenceBounds, ReferenceInDoubleIsGoodToAFewRoundings) {
   EXPECT_TRUE(within(gradient.v, expected.v, magnitude.v, unit, 4));
   EXPECT_TRUE(within(gradient.alpha, expected.alpha, magnitude.alpha, unit, 4));
   EXPECT_TRUE(within(gradient.beta, expected.beta, magnitude.beta, unit, 4));
+  EXPECT_TRUE(within(gradient.constant, expected.constant, magnitude.constant, unit, 4));
+  EXPECT_TRUE(within(gradient.score_scale, expected.score_scale, magnitude.score_scale, unit, 4));
 }
 
 TEST(ReferenceBoundsOfLargeExponents, DoubleLosesNothingToTheSizeOfTheExponents) {
@@ -352,6 +523,122 @@ TEST(ReferenceBoundsByHand, FloorBringsUnderflowIn) {
   const auto of_elu = reference::magnitudes(c.problem, c.settings, c.tensors, c.d_o, 1e-30);
   EXPECT_GE(of_elu.v[1], 1e-30);
   EXPECT_LE(of_elu.v[1], 1e-26);
+}
+
+/// Two queries and two keys of norms 1 and 2, a s = 2, w = (2, -4) - 1 and (-4, 8) - 1.
+Case<double> affine_by_hand(reference::Norm norm) {
+  Case<double> c{{.batch = 1, .heads = 1, .kv_heads = 1, .nq = 2, .nk = 2, .d = 1, .dv = 1},
+                 {.kernel = Kernel::affine, .alpha = {4}},
+                 {{1, -2}, {1, -2}, {3, 5}},
+                 {1, 0}};
+  c.settings.constant = {-1};
+  c.settings.score_scale = 0.5;
+  c.settings.norm = norm;
+  c.settings.norm_eps = 0;
+  return c;
+}
+
+TEST(ReferenceBoundsByHand, MagnitudesOfAffine) {
+  // Row 0: s = 1 - 5 = -4, E(w) = (3, 5), kappa = 2, o = (3 - 25)/-4 = 5.5.
+  auto c = affine_by_hand(reference::Norm::none);
+  auto magnitude = c.magnitudes();
+  const double of_o = (3 * 3 + 5 * 5) / 4.0 + 2 * 5.5;
+  EXPECT_TRUE(near(magnitude.o[0], of_o, 1e-14));
+  EXPECT_TRUE(near(magnitude.v[0], 3 * 3 / 4.0, 1e-14));
+  const double e = 5.5 / 4, e_error = (of_o + 2 * 5.5) / 4;
+  const double first = 3 / 4.0 + e, first_error = 2 * 3 / 4.0 + e_error;
+  const double second = 5 / 4.0 + e, second_error = 2 * 5 / 4.0 + e_error;
+  const double k0 = 2 * (first + first_error), k1 = 2 * (second + second_error);
+  EXPECT_TRUE(near(magnitude.k[0], k0, 1e-13));
+  EXPECT_TRUE(near(magnitude.k[1], k1, 1e-13));
+  EXPECT_TRUE(near(magnitude.q[0], k0 + 2 * k1, 1e-13));
+  EXPECT_TRUE(near(magnitude.alpha[0], (k0 / 2 + k1) / 2, 1e-13));
+  EXPECT_TRUE(near(magnitude.score_scale[0], 4 * (k0 / 2 + k1), 1e-13));
+  EXPECT_TRUE(near(magnitude.constant[0], first_error + second_error, 1e-13));
+  // The second row has no cotangent; its output has kappa 14/2.
+  EXPECT_EQ(magnitude.q[1], 0);
+
+  // The sum -4 of two keys replaced by -16: kappa = 1, e = 0.
+  c.settings.least_normaliser = 8;
+  magnitude = c.magnitudes();
+  EXPECT_TRUE(near(magnitude.o[0], (9 + 25) / 16.0 + 22 / 16.0, 1e-14));
+  EXPECT_TRUE(near(magnitude.k[0], 2 * (3 + 3) / 16.0, 1e-14));
+  EXPECT_TRUE(near(magnitude.constant[0], (3 + 5) / 16.0, 1e-14));
+  // A sum above the limit by less than its error: kappa holds on both sides of it.
+  c.settings.least_normaliser = 2.25;
+  EXPECT_TRUE(near(c.magnitudes().o[0], (34 + 8 * 22 / 4.5) / 4.5, 1e-13));
+}
+
+TEST(ReferenceBoundsByHand, MagnitudesPulledBack) {
+  // l2: xhat = +-1 and rho = 1, 2: E = (F + 1 * 1 * F)/rho.
+  auto c = affine_by_hand(reference::Norm::l2);
+  auto plain = c;
+  plain.settings.norm = reference::Norm::none;
+  plain.tensors.q = plain.tensors.k = {1, -1};
+  auto magnitude = c.magnitudes();
+  auto of_plain = plain.magnitudes();
+  EXPECT_TRUE(near(magnitude.q[0], 2 * of_plain.q[0], 1e-13));
+  EXPECT_TRUE(near(magnitude.k[0], 2 * of_plain.k[0], 1e-13));
+  EXPECT_TRUE(near(magnitude.k[1], of_plain.k[1], 1e-13));
+  EXPECT_TRUE(near(magnitude.alpha[0], of_plain.alpha[0], 1e-13));
+  // max: rho = 2, row 1 has x_* and xhat = (1/2, -1).
+  c.settings.norm = reference::Norm::max;
+  plain.tensors.q = plain.tensors.k = {0.5, -1};
+  magnitude = c.magnitudes();
+  of_plain = plain.magnitudes();
+  EXPECT_TRUE(near(magnitude.k[0], of_plain.k[0] / 2, 1e-13));
+  EXPECT_TRUE(
+      near(magnitude.k[1], (of_plain.k[1] + (0.5 * of_plain.k[0] + of_plain.k[1])) / 2, 1e-13));
+  // Here the row without cotangent of its own carries that of the norm.
+  EXPECT_TRUE(near(magnitude.q[1], 0.5 * of_plain.q[0] / 2, 1e-13));
+}
+
+TEST(ReferenceBoundsByHand, MagnitudesOfNoise) {
+  Case<double> c{{.batch = 1, .heads = 1, .kv_heads = 1, .nq = 1, .nk = 1, .d = 1, .dv = 1},
+                 {.normalise = false},
+                 {{2}, {3}, {5}},
+                 {7}};
+  c.settings.dropout_p = 0.5;
+  c.settings.seed = 3;
+  const auto normal = reference::normal_of<double>(3, 0, 0);
+  const double f = std::abs(1 + 0.5 * normal.value), error = f + 0.5 * std::max(1.0, normal.radius);
+  EXPECT_LE(std::abs(normal.value), normal.radius);
+  const auto magnitude = c.magnitudes();
+  EXPECT_TRUE(near(magnitude.o[0], 30 * f + 30 * error, 1e-12));
+  EXPECT_TRUE(near(magnitude.v[0], 6 * 7 * (f + f + error), 1e-12));
+  EXPECT_TRUE(near(magnitude.q[0], 3 * 5 * 7 * (f + f + error), 1e-12));
+  // One weight of 6: kappa = 1, o = 5, E(o) = 10.
+  c.settings.normalise = true;
+  const double G = 7 * f / 6, G_error = 7 * (f + error) / 6, e = G * 5,
+               e_error = (7 * f * (10 + 5) + 7 * error * 5) / 6;
+  EXPECT_TRUE(near(c.magnitudes().o[0], 10 * f + 5 * error, 1e-12));
+  EXPECT_TRUE(near(c.magnitudes().q[0], 3 * (G * 5 + e + G_error * 5 + e_error), 1e-12));
+}
+
+TEST(ReferenceBoundsByHand, RoundingCountsOfAffineAndNoise) {
+  const Problem problem{
+      .batch = 2, .heads = 6, .kv_heads = 3, .nq = 100, .nk = 200, .d = 8, .dv = 5};
+  reference::Settings settings{.kernel = Kernel::quadratic};
+  const auto plain = reference::rounding_counts(problem, 1);
+  EXPECT_EQ(reference::rounding_counts(problem, settings).k, plain.k);
+  settings.dropout_p = 0.1;
+  EXPECT_EQ(reference::rounding_counts(problem, settings).k,
+            plain.k + reference::noise_roundings + 3);
+  // Features 8/2 + 4, pair = 2 * 8 + 5 + 2 = 23, p = 23 + 1 + 208 = 232, e = 3 * 232 + 3 + 5 = 704.
+  settings = {.kernel = Kernel::affine};
+  EXPECT_EQ(reference::feature_roundings(problem, settings), 8);
+  const auto l2 = reference::rounding_counts(problem, settings);
+  EXPECT_EQ(l2.o, 2 * 232 + 1);
+  EXPECT_EQ(l2.v, 233 + 23 + 8 + 200);
+  EXPECT_EQ(l2.q, 710 + 23 + 200 + (8 + 8 + 4));
+  EXPECT_EQ(l2.alpha, 710 + 23 + 200 + 2 + 1600);
+  EXPECT_EQ(l2.constant, 710 + 23 + 200 + 200);
+  settings.norm = reference::Norm::max;
+  EXPECT_EQ(reference::rounding_counts(problem, settings).q, l2.q + 100);
+  EXPECT_EQ(reference::rounding_counts(problem, settings).k, l2.k + 200);
+  settings.norm = reference::Norm::none;
+  EXPECT_EQ(reference::rounding_counts(problem, settings).o, 2 * (7 + 1 + 208) + 1);
+  EXPECT_THROW((void)reference::feature_roundings(Kernel::affine), InvalidArgument);
 }
 
 TEST(ReferenceBoundsByHand, RoundingCounts) {

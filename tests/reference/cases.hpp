@@ -29,8 +29,8 @@ inline void PrintTo(Kernel kernel, std::ostream* out) { *out << kernel_name(kern
 namespace LinAttn::test_support {
 
 inline constexpr reference::Kernel all_kernels[] = {
-    reference::Kernel::identity, reference::Kernel::elu, reference::Kernel::relu,
-    reference::Kernel::quadratic, reference::Kernel::lln};
+    reference::Kernel::identity,  reference::Kernel::elu, reference::Kernel::relu,
+    reference::Kernel::quadratic, reference::Kernel::lln, reference::Kernel::affine};
 
 /// Unit roundoff.
 template <class Real>
@@ -58,11 +58,33 @@ std::vector<Real> converted(const std::vector<double>& x) {
   return std::vector<Real>(x.begin(), x.end());
 }
 
+/// Multiples of 2^-10 in [low, high], so that a step of finite differences is exact in double.
+inline std::vector<double> parameters(Random& random, std::int64_t n, double low, double high) {
+  std::vector<double> x(static_cast<std::size_t>(n));
+  for (double& element : x)
+    element = static_cast<double>(random.integer(static_cast<std::int64_t>(low * 0x1p10),
+                                                 static_cast<std::int64_t>(high * 0x1p10))) *
+              0x1p-10;
+  return x;
+}
+
 /// Normal inputs at a distance of at least 1/4 from 0, where features have a kink or a zero. A
 /// normalised identity gets features near 1: with signed weights the denominator could pass through
-/// 0.
+/// 0. Affine without norm gets rows of norms between 1/2 and 1.
 inline std::vector<double> features(Random& random, const reference::Settings& settings,
-                                    std::int64_t n) {
+                                    std::int64_t rows, std::int64_t d) {
+  const std::int64_t n = rows * d;
+  if (settings.kernel == reference::Kernel::affine && settings.norm == reference::Norm::none) {
+    auto x = random.normals(n);
+    const auto width = static_cast<std::size_t>(d);
+    for (std::size_t row = 0; row < x.size(); row += width) {
+      double squares = 0;
+      for (std::size_t c = 0; c < width; ++c) squares += x[row + c] * x[row + c];
+      const double factor = random.uniform(0.5, 1) / std::sqrt(squares);
+      for (std::size_t c = 0; c < width; ++c) x[row + c] *= factor;
+    }
+    return x;
+  }
   if (settings.kernel == reference::Kernel::identity && settings.normalise)
     return random.normals(n, 1, 0.3);
   auto x = random.normals(n);
@@ -75,19 +97,18 @@ template <class Real>
 Case<Real> random_case(const Problem& problem, reference::Settings settings, std::uint64_t number) {
   Random random(seed() + number);
   if (settings.kernel == reference::Kernel::lln) {
-    // Multiples of 2^-10, so that a step of finite differences is exact in double.
-    const auto parameters = [&](std::int64_t n) {
-      std::vector<double> x(static_cast<std::size_t>(n));
-      for (double& element : x) element = static_cast<double>(random.integer(512, 1228)) * 0x1p-10;
-      return x;
-    };
-    settings.alpha = parameters(problem.heads);
-    settings.beta = parameters(problem.kv_heads);
+    settings.alpha = parameters(random, problem.heads, 0.5, 1.2);
+    settings.beta = parameters(random, problem.kv_heads, 0.5, 1.2);
+  }
+  if (settings.kernel == reference::Kernel::affine) {
+    // Weights are positive while |s qhat . khat| <= 1.
+    settings.alpha = parameters(random, problem.heads, 0.5, 1);
+    settings.constant = parameters(random, problem.heads, 1.0625, 1.5);
   }
   const auto& p = problem;
   Case<Real> result{problem, settings, {}, {}};
-  result.tensors.q = converted<Real>(features(random, settings, p.batch * p.heads * p.nq * p.d));
-  result.tensors.k = converted<Real>(features(random, settings, p.batch * p.kv_heads * p.nk * p.d));
+  result.tensors.q = converted<Real>(features(random, settings, p.batch * p.heads * p.nq, p.d));
+  result.tensors.k = converted<Real>(features(random, settings, p.batch * p.kv_heads * p.nk, p.d));
   result.tensors.v = converted<Real>(random.normals(p.batch * p.kv_heads * p.nk * p.dv));
   result.d_o = converted<Real>(random.normals(p.batch * p.heads * p.nq * p.dv));
   return result;
@@ -99,6 +120,55 @@ void keep_alive(Case<Real>& c) {
   for (auto* x : {&c.tensors.q, &c.tensors.k})
     for (std::size_t n = 0; n < x->size(); n += static_cast<std::size_t>(c.problem.d))
       (*x)[n] = std::abs((*x)[n]);
+}
+
+/// Makes the middle row of every sequence and head the longest by far, so that no step to take a
+/// difference passes to another. \pre the mask does not hide it
+template <class Real>
+void lengthen_one_row(Case<Real>& c) {
+  const auto lengthen = [&](std::vector<Real>& x, std::int64_t heads, std::int64_t rows,
+                            std::vector<std::int64_t> cu) {
+    if (cu.empty()) cu = {0, rows};
+    const auto d = static_cast<std::size_t>(c.problem.d);
+    for (std::int64_t n = 0; n < c.problem.batch * heads; ++n)
+      for (std::size_t s = 0; s + 1 < cu.size(); ++s) {
+        if (cu[s] == cu[s + 1]) continue;
+        const auto row = static_cast<std::size_t>(n * rows + (cu[s] + cu[s + 1]) / 2);
+        for (std::size_t m = 0; m < d; ++m) x[row * d + m] = static_cast<Real>(m % 2 ? -4 : 5);
+      }
+  };
+  lengthen(c.tensors.q, c.problem.heads, c.problem.nq, c.settings.cu_seqlens_q);
+  lengthen(c.tensors.k, c.problem.kv_heads, c.problem.nk, c.settings.cu_seqlens_k);
+}
+
+/// |s_i| / m_i of the rows that see a key, ascending.
+template <class Real>
+std::vector<Real> sum_ratios(const Case<Real>& c) {
+  auto settings = c.settings;
+  settings.least_normaliser.reset();
+  std::vector<Real> ratios;
+  const reference::detail::Rows<Real> rows(c.problem, settings, c.tensors);
+  rows.for_each([&](const auto& row) {
+    if (!row.keys.empty())
+      ratios.push_back(std::abs(row.denominator) / static_cast<Real>(row.keys.size()));
+  });
+  std::sort(ratios.begin(), ratios.end());
+  return ratios;
+}
+
+/// Sets the least normaliser where the ratios of the middle half of the rows have their widest gap,
+/// so that some sums are replaced and none is near the limit. Returns the width of the gap relative
+/// to the limit.
+template <class Real>
+double clamp_some_rows(Case<Real>& c) {
+  const auto ratios = sum_ratios(c);
+  if (ratios.size() < 2) return 0;
+  std::size_t widest = ratios.size() / 4;
+  for (std::size_t n = widest; n + 1 < ratios.size() && n <= 3 * ratios.size() / 4; ++n)
+    if (ratios[n + 1] - ratios[n] > ratios[widest + 1] - ratios[widest]) widest = n;
+  const Real limit = (ratios[widest] + ratios[widest + 1]) / 2;
+  c.settings.least_normaliser = static_cast<double>(limit);
+  return static_cast<double>((ratios[widest + 1] - ratios[widest]) / limit);
 }
 
 /// Elements of rows first, ..., first + count - 1 of a row-major matrix of the given width.
@@ -172,7 +242,11 @@ bool all_zero(const std::vector<Real>& x) {
 }
 
 inline std::string describe(const Problem& problem, const reference::Settings& settings) {
+  constexpr const char* norms[] = {" l2", " none", " max"};
   return std::string(reference::kernel_name(settings.kernel)) +
+         (settings.kernel == reference::Kernel::affine ? norms[static_cast<int>(settings.norm)]
+                                                       : "") +
+         (settings.dropout_p != 0 ? " noise" : "") + (settings.least_normaliser ? " clamped" : "") +
          (settings.causal ? " causal" : " full") +
          (settings.normalise ? " normalised " : " plain ") + problem.to_string();
 }

@@ -27,7 +27,8 @@ void expect_zero(const Case<Real>& c) {
   EXPECT_EQ(gradient.v.size(), c.tensors.v.size());
   EXPECT_EQ(gradient.alpha.size(), c.settings.alpha.size());
   EXPECT_EQ(gradient.beta.size(), c.settings.beta.size());
-  for (const auto* x : {&gradient.q, &gradient.k, &gradient.v, &gradient.alpha, &gradient.beta})
+  for (const auto* x : {&gradient.q, &gradient.k, &gradient.v, &gradient.alpha, &gradient.beta,
+                        &gradient.constant, &gradient.score_scale})
     EXPECT_TRUE(all_zero(*x));
   const auto magnitude = c.magnitudes();
   for (const auto* x : {&magnitude.o, &magnitude.q, &magnitude.k, &magnitude.v})
@@ -42,6 +43,8 @@ TEST(ReferenceEdges, EveryExtentMayBeZero) {
         Problem problem = base;
         problem.*member = 0;
         if (member == &Problem::heads) problem.kv_heads = 0;
+        // Affine weights without features are b.
+        if (member == &Problem::d && kernel == Kernel::affine) continue;
         expect_zero(random_case<Real>(problem, {.kernel = kernel, .normalise = normalise}, 1));
         if (member != &Problem::nk)
           expect_zero(random_case<Real>(
@@ -147,6 +150,7 @@ TEST(ReferenceEdges, KernelNames) {
     EXPECT_EQ(reference::kernel_from_name(reference::kernel_name(kernel)), kernel);
   EXPECT_EQ(reference::kernel_from_name("elu"), Kernel::elu);
   EXPECT_EQ(reference::kernel_from_name("lln"), Kernel::lln);
+  EXPECT_EQ(reference::kernel_from_name("affine"), Kernel::affine);
   for (const char* name : {"", "Elu", "elu ", "softmax"}) {
     try {
       (void)reference::kernel_from_name(name);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <span>
 #include <tuple>
 
 #include "../support/finite_difference.hpp"
@@ -30,9 +31,10 @@ constexpr Named shapes[] = {{"cross", Shape::cross},
                             {"masked", Shape::masked},
                             {"packed", Shape::packed}};
 
-Case<Real> make_case(Kernel kernel, bool causal, bool normalise, Shape shape) {
-  reference::Settings settings{
-      .kernel = kernel, .causal = causal, .normalise = normalise, .scale = -0.75};
+/// A case of this shape; settings keep what else they say.
+Case<Real> make_case(reference::Settings settings, Shape shape, std::uint64_t number) {
+  const bool causal = settings.causal;
+  settings.scale = -0.75;
   Problem problem{.batch = 2, .heads = 1, .kv_heads = 1, .nq = 4, .nk = 7, .d = 5, .dv = 3};
   switch (shape) {
     case Shape::cross:
@@ -57,9 +59,13 @@ Case<Real> make_case(Kernel kernel, bool causal, bool normalise, Shape shape) {
       settings.cu_seqlens_k = {0, 3, 4, 6, 11};
       break;
   }
+  return random_case<Real>(problem, settings, number);
+}
+
+Case<Real> make_case(Kernel kernel, bool causal, bool normalise, Shape shape) {
   const auto number = 1000 + 100 * static_cast<std::uint64_t>(kernel) +
                       10 * static_cast<std::uint64_t>(shape) + 2 * causal + normalise;
-  return random_case<Real>(problem, settings, number);
+  return make_case({.kernel = kernel, .causal = causal, .normalise = normalise}, shape, number);
 }
 
 /// dL/dx for L = sum d_o o, x one of the tensors or parameters reached by `slot`.
@@ -69,12 +75,14 @@ void check(const char* name, const Case<Real>& original, Slot slot,
            std::uint64_t number) {
   SCOPED_TRACE(name);
   Case<Real> moved = original;
-  using Element = typename std::decay_t<decltype(slot(moved))>::value_type;
-  const std::vector<Real> x(slot(moved).begin(), slot(moved).end());
+  using Element = typename decltype(slot(moved))::value_type;
+  const auto place = slot(moved);
+  const std::vector<Real> x(place.begin(), place.end());
   ASSERT_EQ(gradient.size(), x.size());
   ASSERT_EQ(magnitude.size(), x.size());
+  if (x.empty()) return;
   const auto loss = [&](const std::vector<Real>& at) {
-    for (std::size_t n = 0; n < at.size(); ++n) slot(moved)[n] = static_cast<Element>(at[n]);
+    for (std::size_t n = 0; n < at.size(); ++n) place[n] = static_cast<Element>(at[n]);
     const auto o = moved.forward();
     Real sum = 0;
     for (std::size_t n = 0; n < o.size(); ++n) sum += o[n] * original.d_o[n];
@@ -121,23 +129,47 @@ void check_all(const Case<Real>& c, std::uint64_t number) {
   SCOPED_TRACE(describe(c.problem, c.settings));
   const auto gradient = c.backward();
   const auto magnitude = c.magnitudes();
-  check(
-      "q", c, [](auto& x) -> auto& { return x.tensors.q; }, gradient.q, magnitude.q, number);
-  check(
-      "k", c, [](auto& x) -> auto& { return x.tensors.k; }, gradient.k, magnitude.k, number);
-  check(
-      "v", c, [](auto& x) -> auto& { return x.tensors.v; }, gradient.v, magnitude.v, number);
-  if (c.settings.kernel != Kernel::lln) {
-    EXPECT_TRUE(gradient.alpha.empty());
-    EXPECT_TRUE(gradient.beta.empty());
+  const auto all = [](auto& x) { return std::span(x); };
+  const auto of = [&](const char* name, auto slot, const auto& of_gradient,
+                      const auto& of_magnitude) {
+    check(name, c, slot, of_gradient, of_magnitude, number);
+  };
+  of(
+      "q", [&](auto& x) { return all(x.tensors.q); }, gradient.q, magnitude.q);
+  of(
+      "k", [&](auto& x) { return all(x.tensors.k); }, gradient.k, magnitude.k);
+  of(
+      "v", [&](auto& x) { return all(x.tensors.v); }, gradient.v, magnitude.v);
+  // A parameter that the kernel does not have is empty, and so is its gradient.
+  of(
+      "alpha", [&](auto& x) { return all(x.settings.alpha); }, gradient.alpha, magnitude.alpha);
+  of(
+      "beta", [&](auto& x) { return all(x.settings.beta); }, gradient.beta, magnitude.beta);
+  of(
+      "constant", [&](auto& x) { return all(x.settings.constant); }, gradient.constant,
+      magnitude.constant);
+  if (c.settings.kernel != Kernel::affine) {
+    EXPECT_TRUE(gradient.score_scale.empty());
     return;
   }
-  check(
-      "alpha", c, [](auto& x) -> auto& { return x.settings.alpha; }, gradient.alpha,
-      magnitude.alpha, number);
-  check(
-      "beta", c, [](auto& x) -> auto& { return x.settings.beta; }, gradient.beta, magnitude.beta,
-      number);
+  // What a head adds to the gradient of the scale, alone and with the others.
+  const auto of_scale = [&](const Case<Real>& part, Real expected, Real size) {
+    check(
+        "score_scale", part, [](auto& x) { return std::span(&x.settings.score_scale, 1); },
+        {expected}, {size}, number);
+  };
+  ASSERT_EQ(gradient.score_scale.size(), static_cast<std::size_t>(c.problem.heads));
+  Real sum = 0, size = 0;
+  for (std::int64_t h = 0; h < c.problem.heads; ++h) {
+    auto part = c;
+    const std::int64_t block = c.problem.nq * c.problem.dv;
+    for (std::size_t n = 0; n < part.d_o.size(); ++n)
+      if (static_cast<std::int64_t>(n) / block % c.problem.heads != h) part.d_o[n] = 0;
+    const auto n = static_cast<std::size_t>(h);
+    of_scale(part, gradient.score_scale[n], magnitude.score_scale[n]);
+    sum += gradient.score_scale[n], size += magnitude.score_scale[n];
+  }
+  of_scale(c, sum, size);
 }
 
 class ReferenceGradients : public ::testing::TestWithParam<std::tuple<Kernel, bool, bool, Named>> {
@@ -155,6 +187,79 @@ INSTANTIATE_TEST_SUITE_P(All, ReferenceGradients,
                            return std::string(reference::kernel_name(std::get<0>(suite.param))) +
                                   (std::get<1>(suite.param) ? "_causal" : "_full") +
                                   (std::get<2>(suite.param) ? "_normalised_" : "_plain_") +
+                                  std::get<3>(suite.param).name;
+                         });
+
+using reference::Norm;
+
+/// What becomes of the sums.
+enum class Sums { kept, plain, clamped };
+constexpr const char* sums_names[] = {"_normalised", "_plain", "_clamped"};
+constexpr const char* norm_names[] = {"l2", "none", "max"};
+
+/// A clamped case has replaced sums, and none that a step brings to the limit or to the other sign.
+Case<Real> with_sums(Sums sums, const reference::Settings& settings, Shape shape,
+                     std::uint64_t number) {
+  for (std::uint64_t attempt = 0; attempt < 100; ++attempt) {
+    auto c = make_case(settings, shape, number + 1000 * attempt);
+    if (settings.norm == Norm::max) lengthen_one_row(c);
+    if (sums != Sums::clamped) return c;
+    if (clamp_some_rows(c) > 0.02 && (settings.kernel != Kernel::affine || sum_ratios(c)[0] > 0.05))
+      return c;
+  }
+  throw std::runtime_error("no case has sums at a distance from the limit");
+}
+
+class ReferenceGradientsOfAffine
+    : public ::testing::TestWithParam<std::tuple<Norm, bool, Sums, bool, Named>> {};
+
+TEST_P(ReferenceGradientsOfAffine, MatchFiniteDifferences) {
+  const auto [norm, causal, sums, noise, named] = GetParam();
+  reference::Settings settings{.kernel = Kernel::affine,
+                               .causal = causal,
+                               .normalise = sums != Sums::plain,
+                               .score_scale = sums == Sums::kept ? 0.875 : -2.5,
+                               .norm = norm,
+                               .norm_eps = 0.125};
+  if (noise) settings.dropout_p = 0.3, settings.seed = 11, settings.offset = 7;
+  const auto number = 3000 + 100 * static_cast<std::uint64_t>(norm) +
+                      10 * static_cast<std::uint64_t>(named.shape) + causal;
+  check_all(with_sums(sums, settings, named.shape, number), 78);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, ReferenceGradientsOfAffine,
+    ::testing::Combine(::testing::Values(Norm::l2, Norm::none, Norm::max), ::testing::Bool(),
+                       ::testing::Values(Sums::kept, Sums::plain, Sums::clamped), ::testing::Bool(),
+                       ::testing::ValuesIn(shapes)),
+    [](const auto& suite) {
+      return std::string(norm_names[static_cast<int>(std::get<0>(suite.param))]) +
+             (std::get<1>(suite.param) ? "_causal" : "_full") +
+             sums_names[static_cast<int>(std::get<2>(suite.param))] +
+             (std::get<3>(suite.param) ? "_noise_" : "_") + std::get<4>(suite.param).name;
+    });
+
+/// Parameters: kernel, causal, clamped, shape.
+class ReferenceGradientsWithNoise
+    : public ::testing::TestWithParam<std::tuple<Kernel, bool, bool, Named>> {};
+
+TEST_P(ReferenceGradientsWithNoise, MatchFiniteDifferences) {
+  const auto [kernel, causal, clamped, named] = GetParam();
+  if (clamped && kernel == Kernel::lln) return;
+  const reference::Settings settings{
+      .kernel = kernel, .causal = causal, .dropout_p = 0.3, .seed = 5, .offset = 3};
+  const auto number = 5000 + 100 * static_cast<std::uint64_t>(kernel) +
+                      10 * static_cast<std::uint64_t>(named.shape) + causal;
+  check_all(with_sums(clamped ? Sums::clamped : Sums::kept, settings, named.shape, number), 79);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReferenceGradientsWithNoise,
+                         ::testing::Combine(::testing::ValuesIn(all_kernels), ::testing::Bool(),
+                                            ::testing::Bool(), ::testing::ValuesIn(shapes)),
+                         [](const auto& suite) {
+                           return std::string(reference::kernel_name(std::get<0>(suite.param))) +
+                                  (std::get<1>(suite.param) ? "_causal" : "_full") +
+                                  (std::get<2>(suite.param) ? "_clamped_" : "_kept_") +
                                   std::get<3>(suite.param).name;
                          });
 

@@ -127,24 +127,25 @@ TEST_P(ReferenceInvariance, HeadsAreIndependent) {
   moved.tensors = {permuted(c.tensors.q, order, 5 * 4), permuted(c.tensors.k, order, 8 * 4),
                    permuted(c.tensors.v, order, 8 * 7)};
   moved.d_o = permuted(c.d_o, order, 5 * 7);
-  const bool lln = c.settings.kernel == Kernel::lln;
-  if (lln) {
-    moved.settings.alpha = permuted(c.settings.alpha, order, 1);
-    moved.settings.beta = permuted(c.settings.beta, order, 1);
-  }
+  for (auto* parameter : {&moved.settings.alpha, &moved.settings.beta, &moved.settings.constant})
+    if (!parameter->empty()) *parameter = permuted(*parameter, order, 1);
   const auto of_moved = moved.backward();
   EXPECT_TRUE(same(moved.forward(), permuted(o, order, 5 * 7)));
   EXPECT_TRUE(same(of_moved.q, permuted(gradient.q, order, 5 * 4)));
   EXPECT_TRUE(same(of_moved.k, permuted(gradient.k, order, 8 * 4)));
   EXPECT_TRUE(same(of_moved.v, permuted(gradient.v, order, 8 * 7)));
-  if (lln) {
-    EXPECT_TRUE(same(of_moved.alpha, permuted(gradient.alpha, order, 1)));
-    EXPECT_TRUE(same(of_moved.beta, permuted(gradient.beta, order, 1)));
-  }
+  const auto moved_like = [&](const std::vector<Real>& found, const std::vector<Real>& x) {
+    return same(found, x.empty() ? x : permuted(x, order, 1));
+  };
+  EXPECT_TRUE(moved_like(of_moved.alpha, gradient.alpha));
+  EXPECT_TRUE(moved_like(of_moved.beta, gradient.beta));
+  EXPECT_TRUE(moved_like(of_moved.constant, gradient.constant));
+  EXPECT_TRUE(moved_like(of_moved.score_scale, gradient.score_scale));
 
   auto first = part(c, 0, 5, 0, 8);
   first.problem.heads = first.problem.kv_heads = 1;
-  if (lln) first.settings.alpha.resize(1), first.settings.beta.resize(1);
+  for (auto* parameter : {&first.settings.alpha, &first.settings.beta, &first.settings.constant})
+    if (!parameter->empty()) *parameter = {parameter->front()};
   EXPECT_TRUE(same(first.forward(), row_range(o, 0, 5, 7)));
   EXPECT_TRUE(same(first.backward().k, row_range(gradient.k, 0, 8, 4)));
 }
@@ -188,6 +189,8 @@ TEST_P(ReferenceInvariance, GroupedHeadsEqualRepeatedKeysAndValues) {
     const auto gradient = c.backward(), separate = repeated.backward();
     EXPECT_TRUE(same(gradient.q, separate.q));
     EXPECT_TRUE(same(gradient.alpha, separate.alpha));
+    EXPECT_TRUE(same(gradient.constant, separate.constant));
+    EXPECT_TRUE(same(gradient.score_scale, separate.score_scale));
     std::vector<Real> dk(gradient.k.size()), dv(gradient.v.size()), dbeta(gradient.beta.size());
     for (std::size_t n = 0; n < source.size(); ++n) {
       for (std::size_t m = 0; m < 20; ++m) dk[source[n] * 20 + m] += separate.k[n * 20 + m];
@@ -228,7 +231,10 @@ TEST_P(ReferenceMask, HiddenKeysAreAsIfDeleted) {
   EXPECT_TRUE(same(permuted(gradient.v, visible, 3), expected.v));
   EXPECT_TRUE(same(gradient.alpha, expected.alpha));
   EXPECT_TRUE(same(gradient.beta, expected.beta));
+  EXPECT_TRUE(same(gradient.constant, expected.constant));
+  EXPECT_TRUE(same(gradient.score_scale, expected.score_scale));
   EXPECT_TRUE(same(c.magnitudes().q, deleted.magnitudes().q));
+  EXPECT_TRUE(same(permuted(c.magnitudes().k, visible, 5), deleted.magnitudes().k));
   for (std::size_t j = 0; j < 9; ++j)
     if (s.key_mask[j] == 0) {
       EXPECT_TRUE(all_zero(row_range(gradient.k, static_cast<std::int64_t>(j), 1, 5)));

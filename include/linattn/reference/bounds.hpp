@@ -41,6 +41,39 @@
 ///
 /// Without normaliser s_i is replaced by 1/|scale|, kappa_i by 1 and e_i by 0.
 ///
+/// **Affine**, with t = a s qhat khat and chi = 1 (what xhat costs is a number of roundings):
+///
+///     w_ij:                      B = E = |a s| sum_d |qhat_id khat_jd| + |b|
+///     E(da)  = sum |s qhat khat| (B(dw) + E(dw)), ds likewise with |a|       E(db) = sum E(dw)
+///
+/// and s_i, whose terms can have both signs, makes kappa_i what it is. dq and dk as above are those
+/// of xhat, F say, and go through the norm. The cotangent of xhat has B <= F, and xhat itself an
+/// error of |xhat|, so
+///
+///     l2     E(dx_d)  = (F_d + |xhat_d| sum_c |xhat_c| F_c) / rho
+///     max    E(dx_d)  = F_d / rho, and E(dx_*d) += |xhat_*d| sum_{rows, c} |xhat_c| F_c / rho
+///
+/// The largest norm must exceed the next by more than its rounding, unless the two rows are equal:
+/// else an implementation may find another row x_*.
+///
+/// **A replaced sum** is known but for the roundings of least m, and e_i = 0: o, dw and dv need no
+/// more than kappa_i = 1. With
+///
+///     kappa_i = max(1, sum_j E(w_ij) / |s_i|),   s_i what replaces it
+///
+/// the bound of o also covers an implementation that finds a sum at the limit on its other side.
+/// For gradients, which jump there, and for sums that could have the other sign, there is no bound.
+///
+/// **Noise.** y = o f with f = 1 + p n, and n = r cos t is as good as its argument allows:
+///
+///     f:    B = |f|,             E = |f| + p max(1, r)
+///     y:    E = E(o) |f| + |o| E(f)
+///     g:    B = |d_o| |f|,       E = |d_o| E(f)        instead of an exact g
+///
+/// so G_i has E = (kappa_i B(g) + E(g)) / |s_i|, and e_i has E(g) . |o_i| / |s_i| more. The count
+/// of n, noise_roundings, holds for normals from the u of noise.hpp; one that rounds u to fewer
+/// bits makes other numbers.
+///
 /// The condition of a term: an elementwise feature has a fixed number of roundings, chi = 1, but
 /// exp(x) computed through a scaled argument has the absolute error of that argument as relative
 /// error, so elu has chi = 1 + max(0, -x) (the larger of both factors), and lln
@@ -56,11 +89,78 @@
 
 namespace LinAttn::reference {
 
-/// E of every output: o (B,H,Nq,Dv), q, k, v as the tensors, alpha (H) and beta (Hkv) for lln.
+/// E of every output: o (B,H,Nq,Dv), the others as in GradientSet.
 template <class Real>
 struct Magnitudes {
-  std::vector<Real> o, q, k, v, alpha, beta;
+  std::vector<Real> o, q, k, v, alpha, beta, constant{}, score_scale{};
 };
+
+namespace detail {
+
+/// All zero, with the right sizes.
+template <class Real>
+Magnitudes<Real> no_magnitudes(const Settings& settings, const Tensors<Real>& tensors,
+                               const std::vector<Real>& d_o) {
+  const auto zeros = [](const auto& x) { return std::vector<Real>(x.size()); };
+  return {zeros(d_o),
+          zeros(tensors.q),
+          zeros(tensors.k),
+          zeros(tensors.v),
+          zeros(settings.alpha),
+          zeros(settings.beta),
+          zeros(settings.constant),
+          zeros(settings.constant)};
+}
+
+/// E of dx from F, that of dxhat.
+template <class Real>
+std::vector<Real> pulled_back_bounds(const NormedRows<Real>& x, const std::vector<Real>& F) {
+  if (x.norm == Norm::none) return F;
+  std::vector<Real> E(F.size()), along(x.divisor.size());
+  for (std::size_t n = 0; n < F.size(); ++n) {
+    const std::size_t row = n / x.width;
+    // Rows that nothing reads may hold NaN.
+    if (F[n] != 0) along[x.norm == Norm::max ? x.largest[row] : row] += std::abs(x.hat[n]) * F[n];
+  }
+  for (std::size_t n = 0; n < F.size(); ++n) {
+    const std::size_t row = n / x.width;
+    const Real more = along[row] == 0 ? 0 : std::abs(x.hat[n]) * along[row];
+    if (F[n] != 0 || more != 0) E[n] = (F[n] + more) / x.divisor[row];
+  }
+  return E;
+}
+
+/// Adds factor |dx| for one cotangent of xhat that is 0 but for the given rows of one sequence.
+template <class Real>
+void add_pulled_back(const NormedRows<Real>& x, const std::vector<std::size_t>& rows,
+                     const std::vector<Real>& d_hat, Real factor, std::vector<Real>& to) {
+  const std::size_t d = rows.empty() ? 0 : d_hat.size() / rows.size();
+  const auto along = [&](std::size_t n) {
+    Real sum = 0;
+    for (std::size_t c = 0; c < d; ++c) sum += x.hat[rows[n] * d + c] * d_hat[n * d + c];
+    return sum;
+  };
+  Real all = 0;
+  bool met = false;
+  if (x.norm == Norm::max)
+    for (std::size_t n = 0; n < rows.size(); ++n) all += along(n);
+  for (std::size_t n = 0; n < rows.size(); ++n) {
+    const bool largest = x.norm == Norm::max && x.largest[rows[n]] == rows[n];
+    met = met || largest;
+    const Real lost = x.norm == Norm::l2 ? along(n) : largest ? all : 0;
+    for (std::size_t c = 0; c < d; ++c) {
+      const std::size_t to_n = rows[n] * d + c;
+      const Real dx = d_hat[n * d + c] - (lost == 0 ? 0 : x.hat[to_n] * lost);
+      to[to_n] += factor * std::abs(x.norm == Norm::none ? dx : dx / x.divisor[rows[n]]);
+    }
+  }
+  if (x.norm != Norm::max || met || rows.empty()) return;
+  const std::size_t row = x.largest[rows.front()];
+  for (std::size_t c = 0; c < d; ++c)
+    to[row * d + c] += factor * std::abs(x.hat[row * d + c] * all / x.divisor[row]);
+}
+
+}  // namespace detail
 
 /// Sums of absolute terms as derived at the top of this file, for the cotangent d_o (B,H,Nq,Dv).
 /// A row that vanishes has magnitude 0: its output and its contributions are exactly 0.
@@ -74,13 +174,7 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
   const std::size_t d = rows.d(), dv = rows.dv();
   const bool elu = settings.kernel == Kernel::elu;
 
-  Magnitudes<Real> sums;
-  sums.o.resize(d_o.size());
-  sums.q.resize(tensors.q.size());
-  sums.k.resize(tensors.k.size());
-  sums.v.resize(tensors.v.size());
-  sums.alpha.resize(settings.alpha.size());
-  sums.beta.resize(settings.beta.size());
+  auto sums = detail::no_magnitudes(settings, tensors, d_o);
 
   struct Bounds {
     Real value = 0, error = 0;
@@ -89,12 +183,21 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
     Real value, by_query, by_key, chi;
   };
   std::vector<Term> terms;
-  std::vector<Bounds> weights;
+  std::vector<Bounds> weights, noise(dv), g(dv);
   rows.for_each([&](const detail::Row<Real>& row) {
     if (row.vanishes(settings.normalise)) return;
     const std::size_t keys = row.keys.size();
     const Real* q = tensors.q.data() + row.query * d;
-    const Real* g = d_o.data() + row.query * dv;
+    for (std::size_t c = 0; c < dv; ++c) {
+      const std::size_t e = row.query * dv + c;
+      noise[c] = {std::abs(detail::noise_factor<Real>(settings, e)), 0};
+      if (settings.dropout_p != 0)
+        noise[c].error =
+            noise[c].value +
+            static_cast<Real>(settings.dropout_p) *
+                std::max(Real(1), normal_of<Real>(settings.seed, settings.offset, e).radius);
+      g[c] = {std::abs(d_o[e]) * noise[c].value, std::abs(d_o[e]) * noise[c].error};
+    }
     const auto k = [&](std::size_t j, std::size_t c) { return tensors.k[row.keys[j] * d + c]; };
     const auto abs_v = [&](std::size_t j, std::size_t c) {
       return std::abs(tensors.v[row.keys[j] * dv + c]);
@@ -114,7 +217,11 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
     terms.resize(keys * d);
     weights.assign(keys, {});
     Real denominator_error = 0;
-    for (std::size_t j = 0; j < keys; ++j)
+    for (std::size_t j = 0; j < keys; ++j) {
+      if (rows.affine()) {
+        weights[j] = {std::abs(rows.b(row)), std::abs(rows.b(row))};
+        denominator_error += std::abs(rows.b(row));
+      }
       for (std::size_t c = 0; c < d; ++c) {
         Term& term = terms[j * d + c];
         if (rows.exponential()) {
@@ -127,41 +234,44 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
           const Real x_floor = elu && q[c] <= 0 ? floor : 0,
                      y_floor = elu && k(j, c) <= 0 ? floor : 0;
           const Real x_value = std::abs(x.value) + x_floor, y_value = std::abs(y.value) + y_floor;
-          term = {x_value * y_value, (std::abs(x.slope) + x_floor) * y_value,
-                  x_value * (std::abs(y.slope) + y_floor),
+          const Real rate = std::abs(rows.rate(row));
+          term = {rate * (x_value * y_value), rate * ((std::abs(x.slope) + x_floor) * y_value),
+                  rate * (x_value * (std::abs(y.slope) + y_floor)),
                   elu ? 1 + std::max({Real(0), -q[c], -k(j, c)}) : Real(1)};
         }
         weights[j].value += term.value;
         weights[j].error += term.value * term.chi;
         denominator_error += term.value * term.chi;
       }
+    }
 
     // Without normaliser the factor scale stands where 1/s_i does, exactly known.
     const Real inverse = settings.normalise ? 1 / std::abs(row.denominator)
                                             : std::abs(static_cast<Real>(settings.scale));
-    const Real kappa = settings.normalise ? denominator_error * inverse : 1;
+    const Real kappa =
+        settings.normalise ? std::max(Real(1), denominator_error * inverse) : Real(1);
 
     Bounds e;
     for (std::size_t c = 0; c < dv; ++c) {
       Real error = 0;
       for (std::size_t j = 0; j < keys; ++j) error += weights[j].error * abs_v(j, c);
       error *= inverse;
-      if (settings.normalise) {
-        const Real o = std::abs(detail::weighted_value(row, tensors.v, dv, c)) * inverse;
-        error += kappa * o;
-        e.value += std::abs(g[c]) * o * inverse;
-        e.error += std::abs(g[c]) * (error + kappa * o) * inverse;
+      const Real o = std::abs(detail::weighted_value(row, tensors.v, dv, c)) * inverse;
+      if (settings.normalise) error += kappa * o;
+      if (settings.normalise && !row.replaced) {
+        e.value += g[c].value * o * inverse;
+        e.error += (g[c].value * (error + kappa * o) + g[c].error * o) * inverse;
       }
-      sums.o[row.query * dv + c] = error;
+      sums.o[row.query * dv + c] = error * noise[c].value + o * noise[c].error;
     }
 
     for (std::size_t j = 0; j < keys; ++j) {
       Bounds dw = e;
       for (std::size_t c = 0; c < dv; ++c) {
-        const Real scaled = std::abs(g[c]) * inverse;
-        dw.value += scaled * abs_v(j, c);
-        dw.error += kappa * scaled * abs_v(j, c);
-        sums.v[row.keys[j] * dv + c] += scaled * (weights[j].error + kappa * weights[j].value);
+        const Bounds G{g[c].value * inverse, (kappa * g[c].value + g[c].error) * inverse};
+        dw.value += G.value * abs_v(j, c);
+        dw.error += G.error * abs_v(j, c);
+        sums.v[row.keys[j] * dv + c] += weights[j].error * G.value + weights[j].value * G.error;
       }
       for (std::size_t c = 0; c < d; ++c) {
         const Term& term = terms[j * d + c];
@@ -172,8 +282,17 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
         sums.alpha[row.head] += std::abs(q[c]) * term.value * error;
         sums.beta[row.kv_head] += std::abs(k(j, c)) * term.value * error;
       }
+      if (!rows.affine()) continue;
+      Real score = 0;
+      for (std::size_t c = 0; c < d; ++c)
+        score += std::abs(rows.query_feature(row, c).value * rows.key_feature(row, j, c).value);
+      sums.alpha[row.head] += std::abs(rows.score_scale()) * score * (dw.value + dw.error);
+      sums.score_scale[row.head] += std::abs(rows.a(row)) * score * (dw.value + dw.error);
+      sums.constant[row.head] += dw.error;
     }
   });
+  sums.q = detail::pulled_back_bounds(rows.normed_queries(), sums.q);
+  sums.k = detail::pulled_back_bounds(rows.normed_keys(), sums.k);
   return sums;
 }
 
@@ -184,9 +303,12 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
 ///     eps_i = sum_c |g_ic| max(unit |o_ic|, least) / |s_i|
 ///
 /// dq_id changes by up to eps_i |sum_j dt/dx|, dk_jd by sum_i eps_i |dt/dy|, dalpha by sum_i eps_i
-/// |sum_jd q_id t|, dbeta by sum_i eps_i |sum_jd k_jd t|; o itself by max(unit |o|, least), dv not
-/// at all, and without normaliser no gradient does. \throws InvalidArgument if extents, sizes,
-/// masks or borders do not fit together.
+/// |sum_jd q_id t|, dbeta by sum_i eps_i |sum_jd k_jd t|, da by sum_i eps_i |s sum_j qhat . khat|,
+/// ds likewise with a, db by sum_i eps_i m_i; o itself by max(unit |o|, least), dv not at all, and
+/// without normaliser or where its sum is replaced no gradient does. For affine what a row i
+/// changes in dqhat and dkhat is pulled back before absolute values are taken. With noise it is y
+/// that is kept, and -e_i = d_o . y / s_i: o means y above, and g means d_o. \throws
+/// InvalidArgument if extents, sizes, masks or borders do not fit together.
 template <ReferenceReal Real>
 Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& settings,
                                         const Tensors<Real>& tensors, const std::vector<Real>& d_o,
@@ -194,13 +316,8 @@ Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& 
   const detail::Rows<Real> rows(problem, settings, tensors);
   detail::check_cotangent(problem, d_o);
   const std::size_t d = rows.d(), dv = rows.dv();
-  Magnitudes<Real> effects;
-  effects.o.resize(d_o.size());
-  effects.q.resize(tensors.q.size());
-  effects.k.resize(tensors.k.size());
-  effects.v.resize(tensors.v.size());
-  effects.alpha.resize(settings.alpha.size());
-  effects.beta.resize(settings.beta.size());
+  auto effects = detail::no_magnitudes(settings, tensors, d_o);
+  std::vector<Real> by_query(d), by_key;
   rows.for_each([&](const detail::Row<Real>& row) {
     if (row.vanishes(settings.normalise)) return;
     const std::size_t keys = row.keys.size();
@@ -208,33 +325,53 @@ Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& 
         settings.normalise ? 1 / row.denominator : static_cast<Real>(settings.scale);
     Real change = 0;  // eps_i
     for (std::size_t c = 0; c < dv; ++c) {
-      const Real o = std::abs(detail::weighted_value(row, tensors.v, dv, c) * factor);
-      effects.o[row.query * dv + c] = std::max(unit * o, least);
-      change += std::abs(d_o[row.query * dv + c] * factor) * effects.o[row.query * dv + c];
+      const std::size_t e = row.query * dv + c;
+      const Real o = std::abs(detail::weighted_value(row, tensors.v, dv, c) * factor *
+                              detail::noise_factor<Real>(settings, e));
+      effects.o[e] = std::max(unit * o, least);
+      change += std::abs(d_o[e] * factor) * effects.o[e];
     }
-    if (!settings.normalise) return;
-    Real by_alpha = 0, by_beta = 0;
-    for (std::size_t c = 0; c < d; ++c) {
-      Real by_query = 0;
-      for (std::size_t j = 0; j < keys; ++j) {
-        by_query += rows.by_query(row, j, c);
-        effects.k[row.keys[j] * d + c] += change * std::abs(rows.by_key(row, j, c));
+    if (!settings.normalise || row.replaced) return;
+    Real by_alpha = 0, by_beta = 0, score = 0;
+    by_query.assign(d, 0);
+    by_key.resize(keys * d);
+    for (std::size_t j = 0; j < keys; ++j) {
+      for (std::size_t c = 0; c < d; ++c) {
+        by_query[c] += rows.by_query(row, j, c);
+        by_key[j * d + c] = rows.by_key(row, j, c);
         by_alpha += tensors.q[row.query * d + c] * row.terms[j * d + c];
         by_beta += tensors.k[row.keys[j] * d + c] * row.terms[j * d + c];
       }
-      effects.q[row.query * d + c] = change * std::abs(by_query);
+      if (rows.affine()) score += rows.score(row, j);
     }
-    if (!rows.exponential()) return;
-    effects.alpha[row.head] += change * std::abs(by_alpha);
-    effects.beta[row.kv_head] += change * std::abs(by_beta);
+    detail::add_pulled_back(rows.normed_queries(), {row.query}, by_query, change, effects.q);
+    detail::add_pulled_back(rows.normed_keys(), row.keys, by_key, change, effects.k);
+    if (rows.exponential()) {
+      effects.alpha[row.head] += change * std::abs(by_alpha);
+      effects.beta[row.kv_head] += change * std::abs(by_beta);
+    }
+    if (rows.affine()) {
+      effects.alpha[row.head] += change * std::abs(rows.score_scale() * score);
+      effects.score_scale[row.head] += change * std::abs(rows.a(row) * score);
+      effects.constant[row.head] += change * static_cast<Real>(keys);
+    }
   });
   return effects;
+}
+
+/// Additions that a sum of n terms meets when runs of at most `run` consecutive terms are added up
+/// and their results are added one after the other (run = 0: one plain loop over all terms).
+constexpr double summation_depth(std::int64_t n, std::int64_t run) {
+  return static_cast<double>(run > 0 ? std::min(n, run + (n + run - 1) / run) : n);
 }
 
 /// Roundings of one feature in units of u chi: relu and identity none, quadratic its product; elu
 /// the scaling of the argument to base 2 (constant and product, 2 |x|) and an exponential good to 2
 /// u; lln three for the argument, one for each of two shifts of at most twice chi, and the
-/// exponential.
+/// exponential. Affine by its norm: none for none, else the root takes half of those of the sum of
+/// squares, depth(D) + 1 and one for eps, and there are three for the root, its inverse and the
+/// product: depth(D) / 2 + 4.
+/// \throws InvalidArgument for affine, if nothing is said of its norm
 constexpr double feature_roundings(Kernel kernel) {
   switch (kernel) {
     case Kernel::identity:
@@ -246,13 +383,29 @@ constexpr double feature_roundings(Kernel kernel) {
       return 4;
     case Kernel::lln:
       return 9;
+    case Kernel::affine:
+      throw InvalidArgument(
+          "LinAttn::reference: the roundings of an affine feature depend on its norm and on D");
   }
   return 9;
 }
 
+/// The same for any kernel; `run` as in rounding_counts().
+inline double feature_roundings(const Problem& problem, const Settings& settings,
+                                std::int64_t run = 0) {
+  if (settings.kernel != Kernel::affine) return feature_roundings(settings.kernel);
+  return settings.norm == Norm::none ? 0 : summation_depth(problem.d, run) / 2 + 4;
+}
+
+/// Roundings of n from the u of noise.hpp and of p n, in units of u max(1, r): u, the constant 2 pi
+/// and their product move the angle by up to 3 * 2 pi; logarithm and root give r one more, and
+/// cosine, product with r, p and product with p one each. The logarithm is that of an exact u: near
+/// 1 a rounded one is no good.
+inline constexpr double noise_roundings = 24;
+
 /// Longest path of roundings from the inputs to each output, the factor of u * magnitude.
 struct RoundingCounts {
-  double o, q, k, v, alpha, beta;
+  double o, q, k, v, alpha, beta, constant, score_scale;
 };
 
 /// Counts the roundings for sums of at most `run` consecutive terms whose results are added one
@@ -270,12 +423,10 @@ struct RoundingCounts {
 ///
 /// An implementation that adds in another pattern of no greater depth, a tree for one, is covered
 /// too. \param features roundings of one feature, feature_roundings(kernel) if that fits the
-/// implementation.
+/// implementation. Neither affine nor noise: see the overload.
 inline RoundingCounts rounding_counts(const Problem& problem, double features,
                                       std::int64_t run = 0) {
-  const auto depth = [run](std::int64_t n) {
-    return static_cast<double>(run > 0 ? std::min(n, run + (n + run - 1) / run) : n);
-  };
+  const auto depth = [run](std::int64_t n) { return summation_depth(n, run); };
   const std::int64_t queries = problem.nq * std::max<std::int64_t>(problem.group(), 1);
   const double pair = 2 * features + 2;
   const double p = pair + depth(problem.nk) + depth(problem.d);
@@ -288,6 +439,46 @@ inline RoundingCounts rounding_counts(const Problem& problem, double features,
   counts.v = p + 1 + pair + depth(problem.d) + depth(queries);
   counts.alpha = counts.q + 1 + depth(problem.batch * problem.nq * problem.d);
   counts.beta = counts.k + 1 + depth(problem.batch * problem.nk * problem.d);
+  return counts;
+}
+
+/// The same for a call of these settings. Affine has in every weight, beside its features, five
+/// roundings of a, s, b and their products (each counts as 5/2 a feature) and the addition of b's
+/// part: one more in p. Then, with e, dw and so on from that p,
+///
+///     dqhat  : dw + 2 f + 7 + depth(Nk)              dkhat : dw + 2 f + 7 + depth(Nq H/Hkv)
+///     dq     : dqhat + f + depth(D) + 4              dk : likewise, from dkhat
+///              and depth(Nq), depth(Nk) for max      but for none, where dq = dqhat
+///     da, ds : dqhat + 2 + depth(B Nq D)             db : dqhat + depth(B Nq)
+///
+/// Noise adds its factor's roundings, and those of its products, to everything.
+inline RoundingCounts rounding_counts(const Problem& problem, const Settings& settings,
+                                      std::int64_t run = 0) {
+  const auto depth = [run](std::int64_t n) { return summation_depth(n, run); };
+  const double features = feature_roundings(problem, settings, run);
+  const bool affine = settings.kernel == Kernel::affine;
+  RoundingCounts counts = rounding_counts(problem, features + (affine ? 2.5 : 0), run);
+  if (affine) {
+    // One more in p, which o has twice and dw three times.
+    counts.o += 2;
+    counts.v += 1;
+    counts.q += 3;
+    counts.k += 3;
+    counts.alpha = counts.score_scale =
+        counts.q + 2 + depth(problem.batch * problem.nq * problem.d);
+    counts.constant = counts.q + depth(problem.batch * problem.nq);
+    if (settings.norm != Norm::none) {
+      const bool max = settings.norm == Norm::max;
+      const double pull = features + depth(problem.d) + 4;
+      counts.q += pull + (max ? depth(problem.longest_queries()) : 0);
+      counts.k += pull + (max ? depth(problem.longest_keys()) : 0);
+    }
+    counts.beta = 0;
+  }
+  if (settings.dropout_p != 0)
+    for (double* count : {&counts.o, &counts.q, &counts.k, &counts.v, &counts.alpha, &counts.beta,
+                          &counts.constant, &counts.score_scale})
+      *count += noise_roundings + 3;
   return counts;
 }
 

@@ -10,6 +10,8 @@
 #include <limits>
 #include <linattn/error.hpp>
 #include <linattn/problem.hpp>
+#include <linattn/reference/noise.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -28,6 +30,7 @@
 ///     w_ij = sum_d t(q_id, k_jd)
 ///            t(x, y) = phi(x) phi(y)                 identity, elu, relu, quadratic
 ///            t(x, y) = exp(alpha_h x + beta_g y)     lln
+///     w_ij = sum_d a_h s qhat_id khat_jd + b_h       affine
 ///     A_ij = w_ij / s_i,  s_i = sum_{j in V(i)} w_ij                    normalised
 ///     A_ij = scale w_ij                                                 not normalised
 ///     o_i  = sum_{j in V(i)} A_ij v_j
@@ -38,6 +41,33 @@
 ///
 /// that is log w_ij = c_i + log sum_d exp(alpha q_id + beta k_jd - c_i), and exp(c_i) cancels
 /// exactly in A. Every t lies in [0, 1] and one of them is 1, so nothing overflows and s_i >= 1.
+///
+/// ### Rows by their norm (affine)
+///
+/// qhat_i = q_i / rho_i, and khat_j likewise from the rows of its key/value head, with
+///
+///     l2    rho = sqrt(|x|^2 + eps)
+///     none  rho = 1
+///     max   rho = |x_*|, the largest norm among the rows of the sequence (batch entry or packed
+///           member) and head; x_* is the first row that has it. Hidden keys do not count.
+///
+/// A rho of 0 is replaced by 1. Chain rule, for the gradient with respect to xhat:
+///
+///     l2    dx = (dxhat - xhat (xhat . dxhat)) / rho
+///     max   dx = dxhat / rho, and dx_* -= xhat_* sum_{rows} (xhat . dxhat) / rho
+///
+/// ### Small sums
+///
+/// With a least normaliser g (not for lln, whose s_i >= 1), s_i is replaced by
+///
+///     sign(s_i) max(|s_i|, g m_i)        sign(0) = +1, m_i the number of keys in V(i),
+///
+/// and no gradient passes through a replaced sum: dw_ij = dA_ij / s_i there.
+///
+/// ### Noise
+///
+/// With p > 0 the output is y_e = o_e (1 + p n_e), n of noise.hpp, e the element's place in o. The
+/// cotangent is then dL/dy, and g_i below is dL/do = dL/dy (1 + p n).
 ///
 /// ### Backward
 ///
@@ -52,17 +82,19 @@
 ///     dk_jd    = sum_{h in group(g), i sees j} dw_ij dt/dy(q_id, k_jd)
 ///     dalpha_h = sum_{b,i,j,d} dw_ij q_id t(q_id, k_jd)
 ///     dbeta_g  = sum_{b,h,i,j,d} dw_ij k_jd t(q_id, k_jd)
+///     da_h     = s sum_{b,i,j,d} dw_ij qhat_id khat_jd       db_h = sum_{b,i,j} dw_ij
+///     ds       = sum_h a_h sum_{b,i,j,d} dw_ij qhat_id khat_jd
 ///
-/// with dt/dx = phi'(x) phi(y) or alpha t, and likewise in y. In terms of responsibilities
-/// r_ijd = t / w_ij = softmax over d this is dlog w_ij / dq_id = alpha r_ijd. Both s_i and t carry
-/// the factor exp(-c_i), which cancels; c_i itself carries no gradient.
+/// with dt/dx = phi'(x) phi(y), alpha t or a s khat (then pulled back to q), and likewise in y. In
+/// terms of responsibilities r_ijd = t / w_ij = softmax over d this is dlog w_ij / dq_id = alpha
+/// r_ijd. Both s_i and t carry the factor exp(-c_i), which cancels; c_i itself carries no gradient.
 ///
 /// ### Rows that see nothing
 ///
 /// V(i) is what the mask leaves: j <= i + Nk - Nq under a causal mask, only keys with key_mask = 1,
-/// only keys of the own member of a packed batch. Keys outside V(i) are not read in row i. A
-/// normalised row with s_i = 0 (no key, or all features zero) has o_i = 0 and contributes to no
-/// gradient.
+/// only keys of the own member of a packed batch. Keys outside V(i) are not read in row i (but for
+/// the largest norm, which is one of the sequence). A normalised row with s_i = 0 after replacement
+/// (no key, or all features zero) has o_i = 0 and contributes to no gradient.
 ///
 /// ### Accuracy
 ///
@@ -78,17 +110,26 @@ enum class Kernel {
   elu,        ///< phi(x) = x + 1 for x > 0, else exp(x)
   relu,       ///< phi(x) = max(x, 0), phi'(0) = 0
   quadratic,  ///< phi(x) = x^2
-  lln         ///< phi_q(x) = exp(alpha x), phi_k(x) = exp(beta x)
+  lln,        ///< phi_q(x) = exp(alpha x), phi_k(x) = exp(beta x)
+  affine      ///< w = a s qhat . khat + b
+};
+
+/// What qhat and khat of affine are.
+enum class Norm {
+  l2,    ///< x / sqrt(|x|^2 + eps)
+  none,  ///< x
+  max    ///< x / largest |x| of the sequence and head
 };
 
 namespace detail {
 
-inline constexpr std::array<std::pair<std::string_view, Kernel>, 5> kernel_names{
+inline constexpr std::array<std::pair<std::string_view, Kernel>, 6> kernel_names{
     {{"identity", Kernel::identity},
      {"elu", Kernel::elu},
      {"relu", Kernel::relu},
      {"quadratic", Kernel::quadratic},
-     {"lln", Kernel::lln}}};
+     {"lln", Kernel::lln},
+     {"affine", Kernel::affine}}};
 
 }  // namespace detail
 
@@ -119,11 +160,22 @@ struct Settings {
   bool normalise =
       true;          ///< divide by the sum of weights; a caller of identity usually wants false
   double scale = 1;  ///< factor of the output when not normalised, else without effect
-  std::vector<double> alpha{};               ///< (H), lln only
+  std::vector<double> alpha{};               ///< (H): alpha of lln, a of affine
   std::vector<double> beta{};                ///< (Hkv), lln only
   std::vector<std::uint8_t> key_mask{};      ///< (B, Nk), 1 = visible
   std::vector<std::int64_t> cu_seqlens_q{};  ///< (S+1) borders of packed members; then B = 1
   std::vector<std::int64_t> cu_seqlens_k{};  ///< (S+1)
+
+  using Norm = reference::Norm;
+  std::vector<double> constant{};  ///< (H): b, affine only
+  double score_scale = 1;          ///< s of affine
+  Norm norm = Norm::l2;            ///< affine only
+  double norm_eps = 1e-6;          ///< eps of l2
+
+  std::optional<double> least_normaliser{};  ///< least |s_i| / m_i; absent: sums stay as they are
+  double dropout_p = 0;                      ///< p of the noise; 0: none
+  std::uint64_t seed = 0;                    ///< of the noise
+  std::uint64_t offset = 0;                  ///< of the noise, the number of the call
 };
 
 /// Types the reference is computed in.
@@ -136,10 +188,11 @@ struct Tensors {
   std::vector<Real> q, k, v;
 };
 
-/// Gradients with the shapes of the tensors; alpha (H) and beta (Hkv) for lln, else empty.
+/// Gradients with the shapes of the tensors; alpha (H) and beta (Hkv) for lln; alpha = da,
+/// constant = db and score_scale, what each head adds to ds, all (H), for affine; else empty.
 template <class Real>
 struct GradientSet {
-  std::vector<Real> q, k, v, alpha, beta;
+  std::vector<Real> q, k, v, alpha, beta, constant{}, score_scale{};
 };
 
 namespace detail {
@@ -204,6 +257,7 @@ template <class Real>
 Feature<Real> feature(Kernel kernel, double parameter, Real x) {
   switch (kernel) {
     case Kernel::identity:
+    case Kernel::affine:  // of xhat
       return {x, 1};
     case Kernel::elu:
       return x > 0 ? Feature<Real>{x + 1, 1} : Feature<Real>{std::exp(x), std::exp(x)};
@@ -218,6 +272,44 @@ Feature<Real> feature(Kernel kernel, double parameter, Real x) {
   return {0, 0, exact_product(static_cast<Real>(parameter), x)};
 }
 
+/// xhat of all rows of q or k, and what the chain rule needs.
+template <class Real>
+struct NormedRows {
+  Norm norm = Norm::none;
+  std::size_t width = 0;             ///< D
+  std::vector<Real> hat;             ///< rows x D
+  std::vector<Real> divisor;         ///< rho, rows
+  std::vector<std::size_t> largest;  ///< x_* of the row's sequence, rows, for max
+
+  /// Gradient with respect to x, given that with respect to xhat. Rows without gradient, and so
+  /// those that nothing reads, keep none.
+  std::vector<Real> pull_back(const std::vector<Real>& d_hat) const {
+    if (norm == Norm::none) return d_hat;
+    std::vector<Real> dx(d_hat.size());
+    std::vector<Sum<Real>> along(divisor.size());  // xhat . dxhat, of the row or of its sequence
+    const auto used = [&](std::size_t row) {
+      for (std::size_t c = 0; c < width; ++c)
+        if (!(d_hat[row * width + c] == 0)) return true;
+      return false;
+    };
+    for (std::size_t row = 0; row < divisor.size(); ++row) {
+      if (!used(row)) continue;
+      Sum<Real>& sum = along[norm == Norm::max ? largest[row] : row];
+      for (std::size_t c = 0; c < width; ++c)
+        sum.add(hat[row * width + c] * d_hat[row * width + c]);
+    }
+    for (std::size_t row = 0; row < divisor.size(); ++row) {
+      const Real lost = along[row].value();
+      if (lost == 0 && !used(row)) continue;
+      for (std::size_t c = 0; c < width; ++c) {
+        const std::size_t n = row * width + c;
+        dx[n] = (lost == 0 ? d_hat[n] : d_hat[n] - hat[n] * lost) / divisor[row];
+      }
+    }
+    return dx;
+  }
+};
+
 /// One query row with the keys it sees.
 template <class Real>
 struct Row {
@@ -225,9 +317,10 @@ struct Row {
   std::size_t kv_head = 0;        ///< key/value head g
   std::size_t query = 0;          ///< row number in q and o
   std::vector<std::size_t> keys;  ///< row numbers in k and v of the visible keys
-  std::vector<Real> terms;        ///< t(q_id, k_jd), keys x D
+  std::vector<Real> terms;        ///< t(q_id, k_jd) or a s qhat khat, keys x D
   std::vector<Real> weights;      ///< w_ij, keys
-  Real denominator = 0;           ///< s_i
+  Real denominator = 0;           ///< s_i, or what replaces it
+  bool replaced = false;          ///< whether something does
 
   /// A normalised row without weight gives zeros and no gradient.
   bool vanishes(bool normalise) const { return normalise && denominator == 0; }
@@ -240,13 +333,38 @@ class Rows {
   Rows(const Problem& problem, const Settings& settings, const Tensors<Real>& tensors)
       : m_problem(problem), m_settings(settings), m_tensors(tensors) {
     check();
-    m_queries = features(m_tensors.q, m_problem.heads, m_problem.nq, m_settings.alpha);
-    m_keys = features(m_tensors.k, m_problem.kv_heads, m_problem.nk, m_settings.beta);
+    if (affine()) {
+      m_normed_queries =
+          normed(m_tensors.q, m_problem.heads, m_problem.nq, m_settings.cu_seqlens_q, {});
+      m_normed_keys = normed(m_tensors.k, m_problem.kv_heads, m_problem.nk, m_settings.cu_seqlens_k,
+                             m_settings.key_mask);
+      m_queries = features(m_normed_queries.hat, m_problem.heads, m_problem.nq, {});
+      m_keys = features(m_normed_keys.hat, m_problem.kv_heads, m_problem.nk, {});
+    } else {
+      m_queries = features(m_tensors.q, m_problem.heads, m_problem.nq, m_settings.alpha);
+      m_keys = features(m_tensors.k, m_problem.kv_heads, m_problem.nk, m_settings.beta);
+    }
   }
 
   std::size_t d() const { return static_cast<std::size_t>(m_problem.d); }
   std::size_t dv() const { return static_cast<std::size_t>(m_problem.dv); }
   bool exponential() const { return m_settings.kernel == Kernel::lln; }
+  bool affine() const { return m_settings.kernel == Kernel::affine; }
+  const NormedRows<Real>& normed_queries() const { return m_normed_queries; }
+  const NormedRows<Real>& normed_keys() const { return m_normed_keys; }
+
+  Real a(const Row<Real>& row) const { return static_cast<Real>(m_settings.alpha[row.head]); }
+  Real b(const Row<Real>& row) const { return static_cast<Real>(m_settings.constant[row.head]); }
+  Real score_scale() const { return static_cast<Real>(m_settings.score_scale); }
+  /// Factor of qhat . khat in the weight, 1 for other kernels.
+  Real rate(const Row<Real>& row) const { return affine() ? a(row) * score_scale() : Real(1); }
+  /// qhat_i . khat_j for the j-th visible key.
+  Real score(const Row<Real>& row, std::size_t j) const {
+    Sum<Real> sum;
+    for (std::size_t c = 0; c < d(); ++c)
+      sum.add(query_feature(row, c).value * key_feature(row, j, c).value);
+    return sum.value();
+  }
 
   const Feature<Real>& query_feature(const Row<Real>& row, std::size_t c) const {
     return m_queries[row.query * d() + c];
@@ -255,17 +373,17 @@ class Rows {
     return m_keys[row.keys[j] * d() + c];
   }
 
-  /// dt/dx(q_ic, k_jc) for the j-th visible key.
+  /// dt/dx(q_ic, k_jc) for the j-th visible key; for affine with respect to qhat.
   Real by_query(const Row<Real>& row, std::size_t j, std::size_t c) const {
     if (exponential())
       return static_cast<Real>(m_settings.alpha[row.head]) * row.terms[j * d() + c];
-    return query_feature(row, c).slope * key_feature(row, j, c).value;
+    return rate(row) * (query_feature(row, c).slope * key_feature(row, j, c).value);
   }
-  /// dt/dy(q_ic, k_jc) for the j-th visible key.
+  /// dt/dy(q_ic, k_jc) for the j-th visible key; for affine with respect to khat.
   Real by_key(const Row<Real>& row, std::size_t j, std::size_t c) const {
     if (exponential())
       return static_cast<Real>(m_settings.beta[row.kv_head]) * row.terms[j * d() + c];
-    return query_feature(row, c).value * key_feature(row, j, c).slope;
+    return rate(row) * (query_feature(row, c).value * key_feature(row, j, c).slope);
   }
 
   /// Calls visit(row) for every query row of every head and batch entry, weights included.
@@ -315,7 +433,8 @@ class Rows {
     else
       for (std::size_t j = 0; j < row.keys.size(); ++j)
         for (std::size_t c = 0; c < d(); ++c)
-          row.terms[j * d() + c] = query_feature(row, c).value * key_feature(row, j, c).value;
+          row.terms[j * d() + c] =
+              rate(row) * (query_feature(row, c).value * key_feature(row, j, c).value);
     // s_i is summed from the elementary terms, not from the rounded w_ij.
     Sum<Real> denominator;
     for (std::size_t j = 0; j < row.keys.size(); ++j) {
@@ -324,9 +443,18 @@ class Rows {
         weight.add(row.terms[j * d() + c]);
         denominator.add(row.terms[j * d() + c]);
       }
+      if (affine()) {
+        weight.add(b(row));
+        denominator.add(b(row));
+      }
       row.weights[j] = weight.value();
     }
     row.denominator = denominator.value();
+    if (!m_settings.least_normaliser) return;
+    const Real least =
+        static_cast<Real>(*m_settings.least_normaliser) * static_cast<Real>(row.keys.size());
+    row.replaced = std::abs(row.denominator) < least;
+    if (row.replaced) row.denominator = row.denominator < 0 ? -least : least;
   }
 
   void exponential_terms(Row<Real>& row) const {
@@ -364,14 +492,68 @@ class Rows {
     return result;
   }
 
+  /// xhat of q or k; `mask` (B, rows) holds 0 for rows without a say in the largest norm.
+  NormedRows<Real> normed(const std::vector<Real>& x, std::int64_t heads, std::int64_t rows,
+                          const std::vector<std::int64_t>& cu,
+                          const std::vector<std::uint8_t>& mask) const {
+    const auto of = [](std::int64_t n) { return static_cast<std::size_t>(n); };
+    const std::size_t count = of(m_problem.batch * heads * rows);
+    NormedRows<Real> result{m_settings.norm, d(), x, std::vector<Real>(count, 1), {}};
+    if (m_settings.norm == Norm::none) return result;
+    for (std::size_t row = 0; row < count; ++row) {
+      Sum<Real> squares;
+      for (std::size_t c = 0; c < d(); ++c) squares.add(x[row * d() + c] * x[row * d() + c]);
+      if (m_settings.norm == Norm::l2) squares.add(static_cast<Real>(m_settings.norm_eps));
+      result.divisor[row] = std::sqrt(squares.value());
+    }
+    if (m_settings.norm == Norm::max) {
+      result.largest.resize(count);
+      const std::vector<std::int64_t> borders =
+          cu.empty() ? std::vector<std::int64_t>{0, rows} : cu;
+      for (std::int64_t n = 0; n < m_problem.batch * heads; ++n)
+        for (std::size_t s = 0; s + 1 < borders.size(); ++s)
+          share_largest(result, of(n * rows + borders[s]), of(n * rows + borders[s + 1]),
+                        mask.empty() ? nullptr : mask.data() + n / heads * rows + borders[s]);
+    }
+    for (std::size_t row = 0; row < count; ++row) {
+      if (result.divisor[row] == 0) result.divisor[row] = 1;
+      for (std::size_t c = 0; c < d(); ++c) result.hat[row * d() + c] /= result.divisor[row];
+    }
+    return result;
+  }
+
+  /// Rows begin, ..., end - 1 get the largest norm among those whose mask is not 0.
+  static void share_largest(NormedRows<Real>& x, std::size_t begin, std::size_t end,
+                            const std::uint8_t* mask) {
+    std::size_t largest = end;
+    for (std::size_t row = begin; row < end; ++row) {
+      if (mask != nullptr && mask[row - begin] == 0) continue;
+      // A NaN is not swallowed: it counts as largest.
+      if (largest == end || x.divisor[row] > x.divisor[largest] ||
+          (std::isnan(x.divisor[row]) && !std::isnan(x.divisor[largest])))
+        largest = row;
+    }
+    const Real norm = largest == end ? Real(1) : x.divisor[largest];
+    for (std::size_t row = begin; row < end; ++row) {
+      x.divisor[row] = norm;
+      x.largest[row] = largest == end ? row : largest;
+    }
+  }
+
   void check() const {
     m_problem.validate(m_settings.causal);
     const auto& p = m_problem;
     check_size("q", m_tensors.q.size(), p.batch * p.heads * p.nq * p.d);
     check_size("k", m_tensors.k.size(), p.batch * p.kv_heads * p.nk * p.d);
     check_size("v", m_tensors.v.size(), p.batch * p.kv_heads * p.nk * p.dv);
-    check_size("alpha", m_settings.alpha.size(), exponential() ? p.heads : 0);
+    check_size("alpha", m_settings.alpha.size(), exponential() || affine() ? p.heads : 0);
     check_size("beta", m_settings.beta.size(), exponential() ? p.kv_heads : 0);
+    check_size("constant", m_settings.constant.size(), affine() ? p.heads : 0);
+    check_not_negative("norm_eps", m_settings.norm_eps);
+    check_not_negative("dropout_p", m_settings.dropout_p);
+    check_not_negative("least_normaliser", m_settings.least_normaliser.value_or(0));
+    if (m_settings.least_normaliser && exponential())
+      throw InvalidArgument("LinAttn::reference: lln has no small sums: no least_normaliser");
     if (!m_settings.key_mask.empty())
       check_size("key_mask", m_settings.key_mask.size(), p.batch * p.nk);
     check_packed();
@@ -382,6 +564,12 @@ class Rows {
       throw InvalidArgument(LinAttn::detail::message(
           "LinAttn::reference: ", name, " has ", found, " elements, expected ", expected,
           " for kernel ", kernel_name(m_settings.kernel), " and ", m_problem.to_string()));
+  }
+
+  static void check_not_negative(const char* name, double found) {
+    if (!(found >= 0) || !std::isfinite(found))
+      throw InvalidArgument(LinAttn::detail::message(
+          "LinAttn::reference: ", name, " must be finite and not negative, found ", found));
   }
 
   void check_packed() const {
@@ -421,6 +609,8 @@ class Rows {
   const Problem& m_problem;
   const Settings& m_settings;
   const Tensors<Real>& m_tensors;
+  NormedRows<Real> m_normed_queries;  // affine only
+  NormedRows<Real> m_normed_keys;
   std::vector<Feature<Real>> m_queries;
   std::vector<Feature<Real>> m_keys;
 };
@@ -435,6 +625,14 @@ Real weighted_value(const Row<Real>& row, const std::vector<Real>& v, std::size_
   return sum.value();
 }
 
+/// 1 + p n of element e of the output.
+template <class Real>
+Real noise_factor(const Settings& settings, std::size_t e) {
+  if (settings.dropout_p == 0) return 1;
+  return 1 + static_cast<Real>(settings.dropout_p) *
+                 standard_normal<Real>(settings.seed, settings.offset, e);
+}
+
 template <class Real>
 void check_cotangent(const Problem& problem, const std::vector<Real>& d_o) {
   const auto expected =
@@ -447,7 +645,7 @@ void check_cotangent(const Problem& problem, const std::vector<Real>& d_o) {
 
 }  // namespace detail
 
-/// Output o (B,H,Nq,Dv) of the equations at the top of this file.
+/// Output o (B,H,Nq,Dv), or y with noise, of the equations at the top of this file.
 /// \throws InvalidArgument if extents, sizes, masks or borders do not fit together.
 template <ReferenceReal Real>
 std::vector<Real> forward(const Problem& problem, const Settings& settings,
@@ -460,14 +658,16 @@ std::vector<Real> forward(const Problem& problem, const Settings& settings,
     for (std::size_t c = 0; c < dv; ++c) {
       const Real sum = detail::weighted_value(row, tensors.v, dv, c);
       o[row.query * dv + c] =
-          settings.normalise ? sum / row.denominator : static_cast<Real>(settings.scale) * sum;
+          (settings.normalise ? sum / row.denominator : static_cast<Real>(settings.scale) * sum) *
+          detail::noise_factor<Real>(settings, row.query * dv + c);
     }
   });
   return o;
 }
 
-/// Gradients of L with respect to q, k, v and, for lln, alpha and beta, given d_o = dL/do
-/// (B,H,Nq,Dv). \throws InvalidArgument if extents, sizes, masks or borders do not fit together.
+/// Gradients of L with respect to q, k, v and the parameters of the kernel, given d_o = dL/do
+/// (B,H,Nq,Dv), or dL/dy with noise. \throws InvalidArgument if extents, sizes, masks or borders do
+/// not fit together.
 template <ReferenceReal Real>
 GradientSet<Real> backward(const Problem& problem, const Settings& settings,
                            const Tensors<Real>& tensors, const std::vector<Real>& d_o) {
@@ -479,11 +679,13 @@ GradientSet<Real> backward(const Problem& problem, const Settings& settings,
 
   std::vector<Sum<Real>> dq(tensors.q.size()), dk(tensors.k.size()), dv_sums(tensors.v.size());
   std::vector<Sum<Real>> dalpha(settings.alpha.size()), dbeta(settings.beta.size());
-  std::vector<Real> dw;
+  std::vector<Sum<Real>> dconstant(settings.constant.size()), dscale(settings.constant.size());
+  std::vector<Real> dw, g(dv);
   rows.for_each([&](const detail::Row<Real>& row) {
     if (row.vanishes(settings.normalise)) return;
     const std::size_t keys = row.keys.size();
-    const Real* g = d_o.data() + row.query * dv;
+    for (std::size_t c = 0; c < dv; ++c)
+      g[c] = d_o[row.query * dv + c] * detail::noise_factor<Real>(settings, row.query * dv + c);
 
     dw.resize(keys);
     Sum<Real> mean;
@@ -494,8 +696,9 @@ GradientSet<Real> backward(const Problem& problem, const Settings& settings,
       mean.add(row.weights[j] * dw[j]);
     }
     for (std::size_t j = 0; j < keys; ++j)
-      dw[j] = settings.normalise ? (dw[j] - mean.value() / row.denominator) / row.denominator
-                                 : scale * dw[j];
+      dw[j] = !settings.normalise ? scale * dw[j]
+              : row.replaced      ? dw[j] / row.denominator
+                                  : (dw[j] - mean.value() / row.denominator) / row.denominator;
 
     for (std::size_t j = 0; j < keys; ++j) {
       const Real a = settings.normalise ? row.weights[j] / row.denominator : scale * row.weights[j];
@@ -508,10 +711,20 @@ GradientSet<Real> backward(const Problem& problem, const Settings& settings,
         dalpha[row.head].add(dt * tensors.q[row.query * d + c]);
         dbeta[row.kv_head].add(dt * tensors.k[row.keys[j] * d + c]);
       }
+      if (!rows.affine()) continue;
+      const Real score = rows.score(row, j);
+      dalpha[row.head].add(dw[j] * (rows.score_scale() * score));
+      dscale[row.head].add(dw[j] * (rows.a(row) * score));
+      dconstant[row.head].add(dw[j]);
     }
   });
-  return {detail::values(dq), detail::values(dk), detail::values(dv_sums), detail::values(dalpha),
-          detail::values(dbeta)};
+  return {rows.normed_queries().pull_back(detail::values(dq)),
+          rows.normed_keys().pull_back(detail::values(dk)),
+          detail::values(dv_sums),
+          detail::values(dalpha),
+          detail::values(dbeta),
+          detail::values(dconstant),
+          detail::values(dscale)};
 }
 
 }  // namespace LinAttn::reference
