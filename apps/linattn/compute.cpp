@@ -446,6 +446,8 @@ void require_valid_settings(const Job& job) {
     detail::validate_variant<Kokkos::DefaultHostExecutionSpace>(
         detail::resolved(variant, job.problem), job.problem, Pass::forward, job.causal());
     dropout_of(job.settings).validate(job.problem);
+    if (job.settings.flag("center_v", false) && !job.normalise())
+      throw InvalidArgument("center_v: expected 0 where rows are not normalised, found 1");
   });
 }
 

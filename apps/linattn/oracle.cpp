@@ -19,10 +19,66 @@ bool is_known_to_reference(const std::string& variant) {
   }
 }
 
-/// Values of a parameter, or their gradients, in what has members alpha and beta.
+/// The gradient of a parameter, one for each head, among those of the reference.
 template <class Set>
-auto& of_role(ParameterInfo::Role role, Set& set) {
-  return role == ParameterInfo::Role::query ? set.alpha : set.beta;
+const std::vector<double>& of_role(ParameterInfo::Role role, const Set& set) {
+  switch (role) {
+    case ParameterInfo::Role::query:
+      return set.alpha;
+    case ParameterInfo::Role::key:
+      return set.beta;
+    case ParameterInfo::Role::constant:
+      return set.constant;
+    case ParameterInfo::Role::scale:
+      break;
+  }
+  return set.score_scale;
+}
+
+void set_parameter(ParameterInfo::Role role, const std::vector<double>& per_head,
+                   reference::Settings& settings) {
+  switch (role) {
+    case ParameterInfo::Role::query:
+      settings.alpha = per_head;
+      break;
+    case ParameterInfo::Role::key:
+      settings.beta = per_head;
+      break;
+    case ParameterInfo::Role::constant:
+      settings.constant = per_head;
+      break;
+    case ParameterInfo::Role::scale:
+      if (!per_head.empty()) settings.score_scale = per_head[0];  // one for all
+  }
+}
+
+reference::Norm norm_of(const std::string& name) {
+  if (name == "l2") return reference::Norm::l2;
+  return name == "max" ? reference::Norm::max : reference::Norm::none;
+}
+
+/// A job's settings in the reference's terms. Centred values are a matter of rounding, which it does
+/// not have, and what is merely checked it leaves as it is.
+reference::Settings settings_of(const Job& job) {
+  const Settings& given = job.settings;
+  reference::Settings settings{.kernel = reference::kernel_from_name(job.variant),
+                               .causal = job.causal(),
+                               .normalise = job.normalise(),
+                               .scale = job.output_scale()};
+  for (const ParameterInfo& parameter : variant_info(job.variant).parameters)
+    set_parameter(parameter.role, job.per_head(parameter), settings);
+  settings.norm = norm_of(given.text("qk_norm", "l2"));
+  settings.norm_eps = given.real("norm_eps", settings.norm_eps);
+  if (given.text("small_g", "check") == "clamp") settings.least_normaliser = given.real("g_min", 0);
+  settings.dropout_p = given.real("dropout_p", 0);
+  settings.seed = given.counter("seed", 0);
+  settings.offset = given.counter("offset", 0);
+  if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
+  if (job.cu_seqlens_q != nullptr) {
+    settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();
+    settings.cu_seqlens_k = job.cu_seqlens_k->as<std::int64_t>();
+  }
+  return settings;
 }
 
 /// A job in the reference's terms. \throws InvalidArgument if there is an obstacle
@@ -34,17 +90,7 @@ struct DenseJob {
   explicit DenseJob(const Job& job) {
     if (const std::string obstacle = reference_obstacle(job); !obstacle.empty())
       throw InvalidArgument(obstacle);
-    settings = {.kernel = reference::kernel_from_name(job.variant),
-                .causal = job.causal(),
-                .normalise = job.normalise(),
-                .scale = job.output_scale()};
-    for (const ParameterInfo& parameter : variant_info(job.variant).parameters)
-      of_role(parameter.role, settings) = job.per_head(parameter);
-    if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
-    if (job.cu_seqlens_q != nullptr) {
-      settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();
-      settings.cu_seqlens_k = job.cu_seqlens_k->as<std::int64_t>();
-    }
+    settings = settings_of(job);
     tensors = {job.q->as<double>(), job.k->as<double>(), job.v->as<double>()};
     if (job.d_o != nullptr) cotangent = job.d_o->as<double>();
   }
@@ -55,7 +101,7 @@ io::Array o_of(const Job& job, const std::vector<double>& o) {
   return io::Array(o, {p.batch, p.heads, p.nq, p.dv});
 }
 
-/// What has members q, k, v, alpha and beta in the order of compute().
+/// What has members q, k, v and those of parameters in the order of compute().
 template <class Set>
 std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
   std::vector<NamedArray> gradients{{"q", io::Array(d.q, job.q->extents())},
@@ -67,7 +113,7 @@ std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
   return gradients;
 }
 
-/// What has members o, q, k, v, alpha and beta: o alone where there is no cotangent.
+/// What also has a member o: o alone where there is no cotangent.
 template <class Set>
 Results results_of(const Job& job, const Set& set) {
   Results results{o_of(job, set.o), {}, {}};
@@ -131,7 +177,8 @@ RoundedReference compute_conditioned_reference(const Job& job, Scalar scalar) {
         reference::magnitudes(job.problem, dense.settings, dense.tensors, dense.cotangent);
     const double unit = conditioned_roundings * (scalar == Scalar::f64 ? 0x1p-53 : 0x1p-24);
     for (auto* values : {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v,
-                         &magnitudes.alpha, &magnitudes.beta})
+                         &magnitudes.alpha, &magnitudes.beta, &magnitudes.constant,
+                         &magnitudes.score_scale})
       for (double& value : *values) value *= unit;
     return magnitudes;
   });

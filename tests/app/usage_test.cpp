@@ -147,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(
                {"--center-v", "--no-center-v"}},
         Misuse{"center_with_a_value",
                {"run", "a.h5", "b.h5", "--center-v=2"},
-               {"--center-v"}},
+               {"center-v", "override"}},
         Misuse{"moments_are_not_supported",
                {"run", "a.h5", "b.h5", "--moments", "fit"},
                {"--moments"}},
