@@ -101,6 +101,31 @@ io::Array o_of(const Job& job, const std::vector<double>& o) {
   return io::Array(o, {p.batch, p.heads, p.nq, p.dv});
 }
 
+/// Values less the first that is visible in their sequence, as center_v takes them.
+std::vector<double> centred_values(const Job& job, const DenseJob& dense) {
+  const Problem& p = job.problem;
+  const auto& mask = dense.settings.key_mask;
+  const auto& borders = dense.settings.cu_seqlens_k;
+  std::vector<double> values = dense.tensors.v;
+  for (std::int64_t b = 0; b < p.batch; ++b)
+    for (std::int64_t h = 0; h < p.kv_heads; ++h)
+      for (std::int64_t s = 0; s < (p.packed() ? p.members : 1); ++s) {
+        const std::int64_t begin = p.packed() ? borders[static_cast<std::size_t>(s)] : 0;
+        const std::int64_t end = p.packed() ? borders[static_cast<std::size_t>(s + 1)] : p.nk;
+        std::int64_t first = begin;
+        while (first < end && !mask.empty() &&
+               mask[static_cast<std::size_t>(b * p.nk + first)] == 0)
+          ++first;
+        const auto row = [&](std::int64_t j) {
+          return static_cast<std::size_t>(((b * p.kv_heads + h) * p.nk + j) * p.dv);
+        };
+        for (std::int64_t j = begin; first < end && j < end; ++j)
+          for (std::size_t c = 0; c < static_cast<std::size_t>(p.dv); ++c)
+            values[row(j) + c] -= dense.tensors.v[row(first) + c];
+      }
+  return values;
+}
+
 /// What has members q, k, v and those of parameters in the order of compute().
 template <class Set>
 std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
@@ -166,8 +191,20 @@ Results compute_reference(const Job& job) { return reference_of(job, DenseJob(jo
 RoundedReference compute_rounded_reference(const Job& job, Scalar scalar) {
   return with_effects(job, [&](const DenseJob& dense) {
     const double unit = scalar == Scalar::f16 ? 0x1p-11 : 0x1p-8;
-    return reference::rounded_output_effects(job.problem, dense.settings, dense.tensors,
-                                             dense.cotangent, unit, least_step(scalar, "o") / 2);
+    const auto effects_on = [&](const reference::Tensors<double>& tensors) {
+      return reference::rounded_output_effects(job.problem, dense.settings, tensors,
+                                               dense.cotangent, unit, least_step(scalar, "o") / 2);
+    };
+    auto effects = effects_on(dense.tensors);
+    if (job.settings.flag("center_v", false)) {
+      // gradients are computed from the o of centred values, which is stored beside the whole
+      reference::Tensors<double> centred = dense.tensors;
+      centred.v = centred_values(job, dense);
+      auto kept = effects_on(centred);
+      kept.o = std::move(effects.o);
+      return kept;
+    }
+    return effects;
   });
 }
 

@@ -531,6 +531,30 @@ TEST_F(AffineProgram, GenerateRefusesWhatRunWould) {
   EXPECT_FALSE(Contents::read(file("g.h5")).attributes.at("/config").contains("seed"));
 }
 
+/// With centred values, gradients come from the o without its centre, as it is stored: here that is
+/// larger than o, and so are its roundings.
+TEST_F(AffineProgram, CheckKnowsWhatIsStoredOfCentredValues) {
+  for (const char* nk : {"300", "301"}) {
+    ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--heads", "4", "--kv-heads", "2", "--nq",
+                               "1", "--nk", nk, "--d", "16", "--seed", "24", "--variant", "affine",
+                               "--causal", "--dropout-p", "0.7", "--dropout-seed", "5",
+                               "--center-v"})));
+    for (const char* dtype : {"f16", "bf16"})
+      EXPECT_TRUE(succeeded(
+          run({"run", file("in.h5"), file("out.h5"), "--backward", "--check", "--dtype", dtype})));
+    Contents contents = Contents::read(file("in.h5"));
+    io::Array mask(io::ElementType::u8, {1, std::stoi(nk)});
+    for (std::uint8_t& visible : mask.values<std::uint8_t>()) visible = 1;
+    for (int j = 0; j < 4; ++j) mask.values<std::uint8_t>()[j] = 0;
+    for (int i = 0; i < 4 * 16; ++i) contents["/inputs/v"].values<double>()[i] = NAN;
+    contents.datasets["/inputs/key_mask"] = mask;
+    contents.write(file("masked.h5"));
+    for (const char* dtype : {"f16", "bf16"})
+      EXPECT_TRUE(succeeded(run(
+          {"run", file("masked.h5"), file("out.h5"), "--backward", "--check", "--dtype", dtype})));
+  }
+}
+
 /// A check of the program finds what the settings change, so it knows them.
 TEST_F(AffineProgram, CheckKnowsMasksAndPackedSequences) {
   for (const char* name : {"affine_full_max_mask", "affine_causal_left_padding"}) {
