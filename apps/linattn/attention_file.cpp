@@ -59,8 +59,7 @@ std::vector<double> values_of(const io::TensorFile& file, const ParameterInfo& p
                            ") for variant ", file.variant()),
            "nothing");
   if (is_given_once(file, name)) return {file.config().real(name)};
-  const std::vector<double> values =
-      file.config().per_head(name, parameter.heads(file.problem()));
+  const std::vector<double> values = file.config().per_head(name, parameter.heads(file.problem()));
   for (std::size_t head = 0; head < values.size(); ++head)
     if (!std::isfinite(values[head]))
       refuse(file, "/config/" + name, "finite numbers",

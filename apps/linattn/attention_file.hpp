@@ -19,10 +19,9 @@ enum class Use { forward, forward_and_backward, verify };
 /// and dataset or attribute
 void require_supported(const io::TensorFile& file, Use use);
 
-/// The job that a supported file describes. Its arrays are the file's. `max_norm_sees_future` is what
-/// only a command line can allow.
-/// \throws InvalidArgument if a cotangent or a parameter is missing, or a parameter, an exponent or a
-/// number of keys is not one
+/// The job that a supported file describes. Its arrays are the file's. `max_norm_sees_future` is
+/// what only a command line can allow. \throws InvalidArgument if a cotangent or a parameter is
+/// missing, or a parameter, an exponent or a number of keys is not one
 Job make_job(const io::TensorFile& file, bool with_gradients, bool max_norm_sees_future);
 
 /// A state of the file ("/inputs/state", "/expected/state"); none if the group is absent. What a

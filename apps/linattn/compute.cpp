@@ -296,9 +296,9 @@ void require_large_row_sums(const ExecSpace& exec, const Saved<ExecSpace, T>& sa
   try {
     check(exec, saved, options);
   } catch (const InvalidArgument& error) {
-    throw InvalidArgument(
-        detail::message(error.what(), " (in a file qk_norm='l2', small_g='clamp'; as options ",
-                        "--qk-norm l2, --small-g clamp)"));
+    throw InvalidArgument(detail::message(error.what(),
+                                          " (in a file qk_norm='l2', small_g='clamp'; as options ",
+                                          "--qk-norm l2, --small-g clamp)"));
   }
 }
 
@@ -308,8 +308,7 @@ Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& 
   const std::int64_t features = feature_count(V{}.key_map(), job.problem.d);
   const Options options = options_of(job, execution);
   const Buffers<ExecSpace, T> buffers(exec, job, info, features, options);
-  const V variant =
-      make_variant(std::type_identity<V>{}, job, buffers.parameters_of(job, info));
+  const V variant = make_variant(std::type_identity<V>{}, job, buffers.parameters_of(job, info));
   Outcome outcome;
   const auto prepare = [&](Pass pass) {
     return PassReport{plan<T>(exec, variant, job.problem, pass, options),
@@ -376,8 +375,8 @@ const std::vector<VariantInfo>& variants() {
     using Role = ParameterInfo::Role;
     std::vector<VariantInfo> infos;
     for_each_variant([&]<class V>(std::type_identity<V>) {
-      VariantInfo info{V::name, V::normalise_by_default, {}, ScaledFeatureMap<key_map_t<V>>,
-                       has_constant_v<V>};
+      VariantInfo info{
+          V::name, V::normalise_by_default, {}, ScaledFeatureMap<key_map_t<V>>, has_constant_v<V>};
       const auto add = [&](const char* name, Role role) {
         if (name != nullptr) info.parameters.push_back({name, role, role == Role::scale});
       };

@@ -130,24 +130,28 @@ void require_memory(const Problem& p) {
                                           p.to_string(), ", which need ", number(needed, 4)));
 }
 
+/// Refuses an option that the variant does not have, or without one, that not all have.
+void require_setting(const GenerateOptions& options, const std::string& name) {
+  const std::string option = options.config.option_of(name) + ": ";
+  try {
+    io::attribute_of(
+        io::variant_spec(options.variant.empty() ? variants().front().name : options.variant),
+        name);
+  } catch (const InvalidArgument& error) {
+    if (options.variant.empty())
+      throw InvalidArgument(option + "expected a variant that has " + name + ", found none");
+    throw InvalidArgument(option + error.what());
+  }
+}
+
 /// Attributes of /config: what was given, and 1 for a parameter of the variant that has no default.
 std::map<std::string, io::Value> config_values(const GenerateOptions& options) {
   std::map<std::string, io::Value> values = options.config.values();
-  for (const auto& [name, value] : values) try {
-      // without a variant, what all variants have
-      io::attribute_of(io::variant_spec(options.variant.empty() ? variants()[0].name
-                                                                : options.variant),
-                       name);
-    } catch (const InvalidArgument& error) {
-      throw InvalidArgument(options.config.option_of(name) + ": " +
-                            (options.variant.empty() ? "expected a variant that has " + name +
-                                                           ", found none"
-                                                     : std::string(error.what())));
-    }
+  for (const auto& [name, value] : values) require_setting(options, name);
   if (options.variant.empty()) return values;
+  const io::VariantSpec& variant = io::variant_spec(options.variant);
   for (const ParameterInfo& parameter : variant_info(options.variant).parameters)
-    if (!io::default_of(io::attribute_of(io::variant_spec(options.variant), parameter.name), values,
-                        options.problem.d))
+    if (!io::default_of(io::attribute_of(variant, parameter.name), values, options.problem.d))
       values.try_emplace(parameter.name, 1.0);
   return values;
 }
@@ -168,8 +172,8 @@ Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value
   job.variant = options.variant;
   job.problem = options.problem;
   job.settings = with_defaults(options.variant, config, options.problem.d);
-  job.parameters = parameters_of(
-      variant_info(options.variant), [&](const ParameterInfo& parameter) {
+  job.parameters =
+      parameters_of(variant_info(options.variant), [&](const ParameterInfo& parameter) {
         return std::vector<double>{job.settings.real(parameter.name, 1)};
       });
   job.max_norm_sees_future = options.max_norm_sees_future;
@@ -187,8 +191,7 @@ Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value
 }
 
 /// Extents, settings of the variant and a bearable reference, before anything is drawn.
-void check_request(const GenerateOptions& options,
-                   const std::map<std::string, io::Value>& config) {
+void check_request(const GenerateOptions& options, const std::map<std::string, io::Value>& config) {
   options.problem.validate(Settings(config).flag("causal", false));
   require_memory(options.problem);
   if (options.max_norm_sees_future) require_norms(options.variant);
@@ -252,9 +255,8 @@ ExitStatus generate(const GenerateOptions& given) {
   document["problem"] = to_json(p);
   document["seed"] = options.seed;
   document["variant"] = options.variant.empty() ? Json() : Json(options.variant);
-  document["settings"] = options.variant.empty()
-                             ? to_json(Settings(config))
-                             : to_json(job_of(options, config).settings);
+  document["settings"] = options.variant.empty() ? to_json(Settings(config))
+                                                 : to_json(job_of(options, config).settings);
   document["expected"] = with_expected;
   json.write(document);
   return ExitStatus::done;

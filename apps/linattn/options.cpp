@@ -30,15 +30,16 @@ constexpr Meaning meanings[] = {
     {"normalise", "Divide each row by the sum of its weights",
      "Do not divide: o = scale * sum of weighted values"},
     {"scale",
-     "Factor of the output where rows are not normalised; of affine that of the scores, with qk_norm "
-     "none 1/sqrt(D) by default"},
+     "Factor of the output where rows are not normalised; of affine that of the scores, there by "
+     "default 1/sqrt(D) with qk_norm none"},
     {"alpha", "Rate of the queries, the same for all heads"},
     {"beta", "Rate of the keys, the same for all heads"},
     {"a", "Slope of the weights over the scores"},
     {"b", "Weight at score 0"},
     {"qk_norm", "What divides queries and keys: their own norm, nothing, the largest norm"},
     {"norm_eps", "Added to the square of the norm of l2"},
-    {"small_g", "Rows whose sum of weights nearly vanishes are refused, clamped or left as they are"},
+    {"small_g",
+     "Rows whose sum of weights nearly vanishes are refused, clamped or left as they are"},
     {"g_min", "The least sum of weights for each key that is not small"},
     {"center_v", "Take values relative to the first that is visible: other roundings",
      "Take values as they are"},
@@ -185,8 +186,9 @@ std::map<std::string, io::Value> ConfigOptions::values() const {
 
 void add_max_norm_option(CLI::App& command, bool& target) {
   command
-      .add_flag("--max-norm-sees-future", target,
-                "Allow qk_norm max under a causal mask, where later tokens then change earlier rows")
+      .add_flag(
+          "--max-norm-sees-future", target,
+          "Allow qk_norm max under a causal mask, where later tokens then change earlier rows")
       ->disable_flag_override();
 }
 

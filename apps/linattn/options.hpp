@@ -36,7 +36,7 @@ struct ConfigOptions {
     bool on = false;
     bool off = false;
   };
-  std::map<std::string, Flag> flags{};                     ///< by attribute
+  std::map<std::string, Flag> flags{};                        ///< by attribute
   std::map<std::string, std::optional<std::string>> texts{};  ///< likewise
   /// Options called otherwise, because the command has one of that name. By attribute.
   std::map<std::string, std::string> renamed{};

@@ -57,8 +57,8 @@ reference::Norm norm_of(const std::string& name) {
   return name == "max" ? reference::Norm::max : reference::Norm::none;
 }
 
-/// A job's settings in the reference's terms. Centred values are a matter of rounding, which it does
-/// not have, and what is merely checked it leaves as it is.
+/// A job's settings in the reference's terms. Centred values are a matter of rounding, which it
+/// does not have, and what is merely checked it leaves as it is.
 reference::Settings settings_of(const Job& job) {
   const Settings& given = job.settings;
   reference::Settings settings{.kernel = reference::kernel_from_name(job.variant),
@@ -133,8 +133,8 @@ std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
                                     {"k", io::Array(d.k, job.k->extents())},
                                     {"v", io::Array(d.v, job.v->extents())}};
   for (const ParameterInfo& parameter : variant_info(job.variant).parameters)
-    gradients.push_back({parameter.name, io::Array(of_role(parameter.role, d),
-                                                   {parameter.heads(job.problem)})});
+    gradients.push_back(
+        {parameter.name, io::Array(of_role(parameter.role, d), {parameter.heads(job.problem)})});
   return gradients;
 }
 
@@ -147,7 +147,8 @@ Results results_of(const Job& job, const Set& set) {
 }
 
 Results reference_of(const Job& job, const DenseJob& dense) {
-  Results results{o_of(job, reference::forward(job.problem, dense.settings, dense.tensors)), {}, {}};
+  Results results{
+      o_of(job, reference::forward(job.problem, dense.settings, dense.tensors)), {}, {}};
   if (job.d_o != nullptr)
     results.gradients = gradients_of(
         job, reference::backward(job.problem, dense.settings, dense.tensors, dense.cotangent));
@@ -213,9 +214,9 @@ RoundedReference compute_conditioned_reference(const Job& job, Scalar scalar) {
     auto magnitudes =
         reference::magnitudes(job.problem, dense.settings, dense.tensors, dense.cotangent);
     const double unit = conditioned_roundings * (scalar == Scalar::f64 ? 0x1p-53 : 0x1p-24);
-    for (auto* values : {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v,
-                         &magnitudes.alpha, &magnitudes.beta, &magnitudes.constant,
-                         &magnitudes.score_scale})
+    for (auto* values :
+         {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v, &magnitudes.alpha,
+          &magnitudes.beta, &magnitudes.constant, &magnitudes.score_scale})
       for (double& value : *values) value *= unit;
     return magnitudes;
   });

@@ -22,7 +22,8 @@ using Parameters = std::map<std::string, Parameter>;
 
 /// The value that goes with a name. Names come from the layout's table, which has checked them.
 template <class Value>
-Value chosen(const std::string& name, std::initializer_list<std::pair<const char*, Value>> choices) {
+Value chosen(const std::string& name,
+             std::initializer_list<std::pair<const char*, Value>> choices) {
   for (const auto& [text, value] : choices)
     if (name == text) return value;
   throw std::logic_error("a choice that there is not: " + name);
@@ -76,9 +77,9 @@ inline Affine make_variant(std::type_identity<Affine>, const Job& job,
   const Settings& settings = job.settings;
   Affine variant{.a = parameters.at("a"), .b = parameters.at("b")};
   variant.scale = settings.real("scale", 1);
-  variant.qk_norm = chosen<QkNorm>(
-      settings.text("qk_norm", "l2"),
-      {{"l2", QkNorm::l2}, {"none", QkNorm::none}, {"max", QkNorm::max}});
+  variant.qk_norm =
+      chosen<QkNorm>(settings.text("qk_norm", "l2"),
+                     {{"l2", QkNorm::l2}, {"none", QkNorm::none}, {"max", QkNorm::max}});
   variant.norm_eps = settings.real("norm_eps", variant.norm_eps);
   variant.max_norm_sees_future = job.max_norm_sees_future;
   return variant;

@@ -165,7 +165,9 @@ bool is_bounded(const AttributeSpec& spec) {
   return spec.minimum != std::numeric_limits<std::int64_t>::min();
 }
 
-double inverse_sqrt(std::int64_t n) { return n > 0 ? 1.0 / std::sqrt(static_cast<double>(n)) : 1.0; }
+double inverse_sqrt(std::int64_t n) {
+  return n > 0 ? 1.0 / std::sqrt(static_cast<double>(n)) : 1.0;
+}
 
 }  // namespace
 

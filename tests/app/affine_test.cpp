@@ -28,7 +28,7 @@ using Config = std::map<std::string, io::Value>;
 
 const std::string with_states = "fixtures/extended/affine_causal_state_gqa.h5";
 
-/// q (2,4,6,3), k (2,2,6,3), v (2,2,6,5) and a cotangent.
+/// q (2,4,6,3), k (2,2,6,3), v (2,2,6,5), far from 0, and a cotangent.
 Contents affine_input() {
   Contents contents;
   contents.attributes["/"] = {{"variant", "affine"}};
@@ -36,6 +36,7 @@ Contents affine_input() {
                        {"/inputs/k", waves({2, 2, 6, 3}, 2)},
                        {"/inputs/v", waves({2, 2, 6, 5}, 3)},
                        {"/cotangent/o", waves({2, 4, 6, 5}, 4)}};
+  for (double& x : contents["/inputs/v"].values<double>()) x += 20;
   return contents;
 }
 
@@ -142,9 +143,10 @@ std::map<std::string, std::vector<double>> library_results(const Contents& input
   if (request.library.center_v) saved.centred = centred;
   const Inputs<Exec, double> inputs{.q = q, .k = k, .v = v};
   forward<double>(exec, request.variant, inputs, saved, request.library);
-  backward<double>(exec, request.variant, inputs, saved, d_o,
-                   {.q = d_q, .k = d_k, .v = d_v, .query_parameter = d_a, .constant = d_b, .scale = d_scale},
-                   request.library);
+  backward<double>(
+      exec, request.variant, inputs, saved, d_o,
+      {.q = d_q, .k = d_k, .v = d_v, .query_parameter = d_a, .constant = d_b, .scale = d_scale},
+      request.library);
   const auto all = [](const auto& view) {
     return std::vector<double>(view.data(), view.data() + view.size());
   };
@@ -152,9 +154,12 @@ std::map<std::string, std::vector<double>> library_results(const Contents& input
     const auto values = all(view);
     return std::vector<double>{std::accumulate(values.begin(), values.end(), 0.0)};
   };
-  return {{"/output/o", all(o)},          {"/output_grad/q", all(d_q)},
-          {"/output_grad/k", all(d_k)},   {"/output_grad/v", all(d_v)},
-          {"/output_grad/a", sum(d_a)},   {"/output_grad/b", sum(d_b)},
+  return {{"/output/o", all(o)},
+          {"/output_grad/q", all(d_q)},
+          {"/output_grad/k", all(d_k)},
+          {"/output_grad/v", all(d_v)},
+          {"/output_grad/a", sum(d_a)},
+          {"/output_grad/b", sum(d_b)},
           {"/output_grad/scale", sum(d_scale)}};
 }
 
@@ -165,8 +170,8 @@ TEST_F(AffineProgram, EveryOptionIsThatOfTheLibrary) {
   std::set<std::vector<double>> outputs;
   for (const Request& request : requests()) {
     const std::string text = ::testing::PrintToString(request.options);
-    ASSERT_TRUE(succeeded(run_with(joined(
-        {"--backward", "--space", "serial", "--json", file("run.json")}, request.options))))
+    ASSERT_TRUE(succeeded(run_with(
+        joined({"--backward", "--space", "serial", "--json", file("run.json")}, request.options))))
         << text;
     const Contents output = Contents::read(file("out.h5"));
     const auto expected = library_results(input, request);
@@ -174,7 +179,8 @@ TEST_F(AffineProgram, EveryOptionIsThatOfTheLibrary) {
     for (const auto& [path, values] : expected)
       EXPECT_EQ(output.datasets.at(path).as<double>(), values) << text << " " << path;
     for (const char* name : {"a", "b", "scale"})
-      EXPECT_EQ(output.datasets.at(std::string("/output_grad/") + name).extents(), Extents{}) << name;
+      EXPECT_EQ(output.datasets.at(std::string("/output_grad/") + name).extents(), Extents{})
+          << name;
     const auto& o = expected.at("/output/o");
     if (standard.empty()) standard = o;
     EXPECT_EQ(relative_distance(standard, o) > 1e-6, request.changes_o) << text;
@@ -252,14 +258,19 @@ TEST_F(AffineProgram, SmallRowSums) {
   EXPECT_TRUE(complained(run({"run", bad, file("out.h5"), "--g-min", "1e-9"}), 2,
                          {"9.31323e-10", "at least 1e-09"}));
   EXPECT_EQ(files(), Strings{});
-  for (const Arguments& options : {Arguments{"--small-g", "clamp"}, {"--small-g", "ignore"},
-                                   {"--g-min", "1e-10"}, {"--b", "1.5"}, {"--no-normalise"}})
+  for (const Arguments& options : {Arguments{"--small-g", "clamp"},
+                                   {"--small-g", "ignore"},
+                                   {"--g-min", "1e-10"},
+                                   {"--b", "1.5"},
+                                   {"--no-normalise"}})
     EXPECT_TRUE(succeeded(run(joined({"run", bad, file("out.h5"), "--backward"}, options))))
         << options[0] << " " << options.back();
   // A clamped row is not what it was.
   ASSERT_TRUE(succeeded(run({"run", bad, file("clamp.h5"), "--small-g", "clamp"})));
   ASSERT_TRUE(succeeded(run({"run", bad, file("ignore.h5"), "--small-g", "ignore"})));
-  EXPECT_GT(relative_distance(values(file("ignore.h5"), "/output/o"), values(file("clamp.h5"), "/output/o")), 0.5);
+  EXPECT_GT(relative_distance(values(file("ignore.h5"), "/output/o"),
+                              values(file("clamp.h5"), "/output/o")),
+            0.5);
 
   Contents contents = Contents::read(bad);
   contents.datasets.emplace("/expected/o", io::Array(values(file("ignore.h5"), "/output/o"),
@@ -267,7 +278,8 @@ TEST_F(AffineProgram, SmallRowSums) {
   contents.write(file("v.h5"));
   const std::string good = data("fixtures/affine_full_defaults.h5");
   const Result result = run({"verify", file("v.h5"), good, "--json", file("v.json")});
-  EXPECT_TRUE(complained(result, 2, joined({"linattn verify: " + file("v.h5")}, {where[1], where[3]})));
+  EXPECT_TRUE(
+      complained(result, 2, joined({"linattn verify: " + file("v.h5")}, {where[1], where[3]})));
   EXPECT_EQ(json("v.json")["unusable_files"], 1);
   EXPECT_GT(json("v.json")["files"][1]["comparisons"].size(), 0u);
   contents.attributes["/config"]["small_g"] = "ignore";
@@ -286,12 +298,14 @@ TEST_F(AffineProgram, RefusesWhatDoesNotGoTogether) {
   expect_refused(affine_input(), {"qk_norm max", "causal"}, {"--qk-norm", "max", "--causal"});
   expect_refused(affine_input(), {"center_v", "normalised"}, {"--center-v", "--no-normalise"});
   expect_refused(affine_input(), {"center_v", "state"}, {"--center-v", "--state"});
-  expect_refused(with({{"dropout_p", -0.1}}), {"'dropout_p'", "a finite number >= 0", "found -0.1"});
+  expect_refused(with({{"dropout_p", -0.1}}),
+                 {"'dropout_p'", "a finite number >= 0", "found -0.1"});
   expect_refused(with({{"dropout_p", "much"}}), {"'dropout_p'", "a finite number >= 0", "'much'"});
   expect_refused(with({{"norm_eps", -1.0}}), {"'norm_eps'", "a finite number >= 0", "found -1"});
   expect_refused(with({{"g_min", INFINITY}}), {"'g_min'", "a finite number >= 0", "found inf"});
   expect_refused(with({{"scale", NAN}}), {"'scale'", "a finite number", "found nan"});
-  expect_refused(with({{"small_g", "warn"}}), {"'small_g'", "one of check, clamp, ignore", "'warn'"});
+  expect_refused(with({{"small_g", "warn"}}),
+                 {"'small_g'", "one of check, clamp, ignore", "'warn'"});
   expect_refused(with({{"qk_norm", 2}}), {"'qk_norm'", "one of l2, none, max", "found 2"});
   expect_refused(with({{"center_v", 2}}), {"'center_v'", "0 or 1", "found 2"});
   expect_refused(with({{"seed", -1}}), {"'seed'", "from 0 to 2^64 - 1", "found -1"});
@@ -305,24 +319,24 @@ TEST_F(AffineProgram, RefusesWhatDoesNotGoTogether) {
 /// An option that the variant in effect does not have is refused by its name.
 TEST_F(AffineProgram, OptionsOfOtherVariants) {
   small_input().write(file("in.h5"));
-  const Arguments options[] = {{"--a", "1"},          {"--b", "1"},        {"--qk-norm", "l2"},
-                               {"--norm-eps", "1"},   {"--small-g", "clamp"}, {"--g-min", "1"},
-                               {"--center-v"},        {"--no-center-v"},   {"--dropout-p", "1"},
-                               {"--seed", "1"},       {"--offset", "1"}};
+  const Arguments options[] = {{"--a", "1"},        {"--b", "1"},           {"--qk-norm", "l2"},
+                               {"--norm-eps", "1"}, {"--small-g", "clamp"}, {"--g-min", "1"},
+                               {"--center-v"},      {"--no-center-v"},      {"--dropout-p", "1"},
+                               {"--seed", "1"},     {"--offset", "1"}};
   for (const Arguments& option : options) {
     std::string name = option[0].substr(option[0].starts_with("--no-c") ? 5 : 2);
     std::replace(name.begin(), name.end(), '-', '_');
     const std::string text = "variant elu has no " + name + "; it has causal, normalise, scale";
     EXPECT_TRUE(complained(run_with(option), 2, {text})) << option[0];
-    Arguments generate = joined(
-        {"generate", file("out.h5"), "--nq", "3", "--d", "2", "--variant", "elu"}, option);
+    Arguments generate =
+        joined({"generate", file("out.h5"), "--nq", "3", "--d", "2", "--variant", "elu"}, option);
     if (name == "seed") generate[8] = "--dropout-seed";
     EXPECT_TRUE(complained(run(generate), 2, {text})) << option[0];
   }
   EXPECT_TRUE(complained(run_with({"--max-norm-sees-future"}), 2,
                          {"--max-norm-sees-future: variant elu has no qk_norm"}));
-  EXPECT_TRUE(complained(run({"generate", file("out.h5"), "--nq", "3", "--d", "2", "--variant", "elu",
-                              "--max-norm-sees-future"}),
+  EXPECT_TRUE(complained(run({"generate", file("out.h5"), "--nq", "3", "--d", "2", "--variant",
+                              "elu", "--max-norm-sees-future"}),
                          2, {"--max-norm-sees-future: variant elu has no qk_norm"}));
   EXPECT_EQ(files(), Strings{"in.h5"});
 }
@@ -408,7 +422,8 @@ TEST_F(AffineProgram, CotangentsOfStates) {
   changed.datasets.erase("/cotangent/state/t");
   const auto without = gradient_of_t(changed);
   changed.datasets["/cotangent/state/t"] =
-      io::Array(std::vector<double>(static_cast<std::size_t>(original.datasets.at("/cotangent/state/t").size())),
+      io::Array(std::vector<double>(
+                    static_cast<std::size_t>(original.datasets.at("/cotangent/state/t").size())),
                 original.datasets.at("/cotangent/state/t").extents());
   EXPECT_EQ(gradient_of_t(changed), without);
   const auto cotangent = original.datasets.at("/cotangent/state/t").as<double>();
@@ -435,12 +450,13 @@ TEST_F(AffineProgram, VerifyFindsOneChangedNumber) {
   EXPECT_EQ(whole["skipped"], 2);
   EXPECT_EQ(whole["files"][0]["settings"]["b"], 1.75);
   // S (1,2,3,5), z (1,2,3), t (1,2,5), m (1)
-  const Change changes[] = {
-      {"/expected/state/t", 7, "[0, 1, 2]"},      {"/expected/state/S", 16, "[0, 1, 0, 1]"},
-      {"/expected/state/z", 5, "[0, 1, 2]"},      {"/expected_grad/state/t", 9, "[0, 1, 4]"},
-      {"/expected_grad/a", 0, "/expected_grad/a expected"},
-      {"/expected_grad/b", 0, "/expected_grad/b expected"},
-      {"/expected_grad/scale", 0, "/expected_grad/scale expected"}};
+  const Change changes[] = {{"/expected/state/t", 7, "[0, 1, 2]"},
+                            {"/expected/state/S", 16, "[0, 1, 0, 1]"},
+                            {"/expected/state/z", 5, "[0, 1, 2]"},
+                            {"/expected_grad/state/t", 9, "[0, 1, 4]"},
+                            {"/expected_grad/a", 0, "/expected_grad/a expected"},
+                            {"/expected_grad/b", 0, "/expected_grad/b expected"},
+                            {"/expected_grad/scale", 0, "/expected_grad/scale expected"}};
   for (const Change& change : changes) {
     Contents contents = original;
     double largest = 0;
@@ -469,7 +485,8 @@ TEST_F(AffineProgram, VerifyMayBeToldOfTheFuture) {
   contents.datasets.emplace("/expected/o", Contents::read(file("out.h5")).datasets.at("/output/o"));
   contents.write(file("in.h5"));
   EXPECT_TRUE(complained(run({"verify", file("in.h5")}), 2, {file("in.h5"), "qk_norm max"}));
-  EXPECT_TRUE(succeeded(run({"verify", file("in.h5"), "--max-norm-sees-future", "--dtype", "f64"})));
+  EXPECT_TRUE(
+      succeeded(run({"verify", file("in.h5"), "--max-norm-sees-future", "--dtype", "f64"})));
 }
 
 /// Settings whose expectations the dense reference makes, each with what has to be in the file.
@@ -489,14 +506,18 @@ TEST_F(AffineProgram, GeneratedFilesVerify) {
   std::set<std::vector<double>> outputs;
   for (const auto& [options, config] : cases) {
     const std::string text = ::testing::PrintToString(options);
-    ASSERT_TRUE(succeeded(run(joined(
-        {"generate", file("g.h5"), "--batch", "2", "--heads", "4", "--kv-heads", "2", "--nq", "20",
-         "--nk", "29", "--d", "5", "--dv", "3", "--seed", "3", "--variant", "affine", "--json",
-         file("g.json")},
-        options))))
+    ASSERT_TRUE(
+        succeeded(run(joined({"generate",   file("g.h5"), "--batch", "2",           "--heads", "4",
+                              "--kv-heads", "2",          "--nq",    "20",          "--nk",    "29",
+                              "--d",        "5",          "--dv",    "3",           "--seed",  "3",
+                              "--variant",  "affine",     "--json",  file("g.json")},
+                             options))))
         << text;
     const Contents contents = Contents::read(file("g.h5"));
-    EXPECT_EQ(contents.attributes.contains("/config") ? contents.attributes.at("/config") : Config{}, config) << text;
+    EXPECT_EQ(
+        contents.attributes.contains("/config") ? contents.attributes.at("/config") : Config{},
+        config)
+        << text;
     EXPECT_EQ(contents.attributes.at("/").at("seed"), io::Value(3));
     for (const char* name : {"a", "b", "scale"})
       EXPECT_EQ(contents.datasets.at(std::string("/expected_grad/") + name).extents(), Extents{});
@@ -507,9 +528,8 @@ TEST_F(AffineProgram, GeneratedFilesVerify) {
     EXPECT_EQ(json("v.json")["skipped"], 0) << text;
     // and with the settings of the file unsaid: the same by a command line
     for (const char* dtype : {"f64", "f32", "bf16"}) {
-      Arguments arguments{"run",     file("g.h5"), file("out.h5"), "--backward",
-                          "--check", "--dtype",    dtype,          "--json",
-                          file("run.json")};
+      Arguments arguments{"run",     file("g.h5"), file("out.h5"), "--backward",    "--check",
+                          "--dtype", dtype,        "--json",       file("run.json")};
       EXPECT_TRUE(succeeded(run(arguments))) << text << " " << dtype;
       EXPECT_EQ(json("run.json")["check"].size(), 7u);
     }
@@ -518,13 +538,15 @@ TEST_F(AffineProgram, GeneratedFilesVerify) {
 }
 
 TEST_F(AffineProgram, GenerateRefusesWhatRunWould) {
-  const Arguments generate{"generate", file("g.h5"), "--nq", "4", "--d", "2", "--variant", "affine"};
+  const Arguments generate{"generate", file("g.h5"), "--nq",      "4",
+                           "--d",      "2",          "--variant", "affine"};
   EXPECT_TRUE(complained(run(joined(generate, {"--a", "0", "--b", "0"})), 2, {"a = b = 0"}));
-  EXPECT_TRUE(complained(run(joined(generate, {"--qk-norm", "max", "--causal"})), 2, {"qk_norm max"}));
+  EXPECT_TRUE(
+      complained(run(joined(generate, {"--qk-norm", "max", "--causal"})), 2, {"qk_norm max"}));
   EXPECT_TRUE(complained(run(joined(generate, {"--center-v", "--no-normalise"})), 2, {"center_v"}));
   EXPECT_EQ(files(), Strings{});
-  EXPECT_TRUE(succeeded(
-      run(joined(generate, {"--qk-norm", "max", "--causal", "--max-norm-sees-future"}))));
+  EXPECT_TRUE(
+      succeeded(run(joined(generate, {"--qk-norm", "max", "--causal", "--max-norm-sees-future"}))));
   EXPECT_TRUE(succeeded(run({"verify", file("g.h5"), "--max-norm-sees-future"})));
   // the noise has a seed of its own
   ASSERT_TRUE(succeeded(run(joined(generate, {"--dropout-p", "1", "--seed", "8"}))));
@@ -535,10 +557,11 @@ TEST_F(AffineProgram, GenerateRefusesWhatRunWould) {
 /// larger than o, and so are its roundings.
 TEST_F(AffineProgram, CheckKnowsWhatIsStoredOfCentredValues) {
   for (const char* nk : {"300", "301"}) {
-    ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--heads", "4", "--kv-heads", "2", "--nq",
-                               "1", "--nk", nk, "--d", "16", "--seed", "24", "--variant", "affine",
-                               "--causal", "--dropout-p", "0.7", "--dropout-seed", "5",
-                               "--center-v"})));
+    ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--heads",     "4",    "--kv-heads",
+                               "2",        "--nq",        "1",           "--nk", nk,
+                               "--d",      "16",          "--seed",      "24",   "--variant",
+                               "affine",   "--causal",    "--dropout-p", "0.7",  "--dropout-seed",
+                               "5",        "--center-v"})));
     for (const char* dtype : {"f16", "bf16"})
       EXPECT_TRUE(succeeded(
           run({"run", file("in.h5"), file("out.h5"), "--backward", "--check", "--dtype", dtype})));
@@ -576,19 +599,22 @@ TEST_F(AffineProgram, EmptyProblems) {
     for (const char* norm : {"l2", "none", "max"}) {
       const auto text = [&](std::size_t i) { return std::to_string(n[i]); };
       const std::string what = ::testing::PrintToString(n) + " " + norm;
-      ASSERT_TRUE(succeeded(run({"generate", file("in.h5"), "--batch", text(0), "--heads", text(1),
-                                 "--nq", text(2), "--nk", text(3), "--d", text(4), "--dv", text(5),
-                                 "--variant", "affine", "--qk-norm", norm, "--b", "9",
-                                 "--dropout-p", "0.5"})))
+      ASSERT_TRUE(
+          succeeded(run({"generate", file("in.h5"), "--batch",     text(0),  "--heads",   text(1),
+                         "--nq",     text(2),       "--nk",        text(3),  "--d",       text(4),
+                         "--dv",     text(5),       "--variant",   "affine", "--qk-norm", norm,
+                         "--b",      "9",           "--dropout-p", "0.5"})))
           << what;
       EXPECT_TRUE(succeeded(run({"run", file("in.h5"), file("out.h5"), "--backward", "--state"})))
           << what;
-      EXPECT_TRUE(succeeded(run({"run", file("in.h5"), file("out.h5"), "--backward", "--center-v"})))
+      EXPECT_TRUE(
+          succeeded(run({"run", file("in.h5"), file("out.h5"), "--backward", "--center-v"})))
           << what;
       // Gradients that vanish but for roundings are held against their terms.
       const bool vanish = n[3] == 1 || n[4] == 0;
-      EXPECT_TRUE(succeeded(vanish ? run({"run", file("in.h5"), file("out.h5"), "--backward", "--check"})
-                                   : run({"verify", file("in.h5")})))
+      EXPECT_TRUE(
+          succeeded(vanish ? run({"run", file("in.h5"), file("out.h5"), "--backward", "--check"})
+                           : run({"verify", file("in.h5")})))
           << what;
     }
 }

@@ -24,10 +24,10 @@ TEST(Usage, HelpAndVersion) {
   }
   EXPECT_EQ(run({"--version"}).out.rfind("linattn ", 0), 0u);
   const std::string help = run({"run", "--help"}).out;
-  for (const char* option : {"--variant", "--causal", "--full", "--backward", "--dtype", "--space",
-                             "--alpha", "--beta", "--normalise", "--no-normalise", "--scale",
-                             "--chunk", "--segments", "--tiles", "--check", "--repeat", "--json",
-                             "--max-norm-sees-future"})
+  for (const char* option :
+       {"--variant", "--causal", "--full", "--backward", "--dtype", "--space", "--alpha", "--beta",
+        "--normalise", "--no-normalise", "--scale", "--chunk", "--segments", "--tiles", "--check",
+        "--repeat", "--json", "--max-norm-sees-future"})
     EXPECT_NE(help.find(option), std::string::npos) << option;
 }
 
@@ -152,7 +152,8 @@ INSTANTIATE_TEST_SUITE_P(
                {"run", "a.h5", "b.h5", "--moments", "fit"},
                {"--moments"}},
         Misuse{"generated_setting_of_another_variant",
-               {"generate", "a.h5", "--nq", "3", "--d", "3", "--variant", "lln", "--dropout-seed", "1"},
+               {"generate", "a.h5", "--nq", "3", "--d", "3", "--variant", "lln", "--dropout-seed",
+                "1"},
                {"--dropout-seed: variant lln has no seed"}},
         Misuse{"extent_negative",
                {"generate", "a.h5", "--nq", "-3", "--d", "3"},
@@ -171,7 +172,8 @@ TEST(Usage, SpaceOfAnotherBuild) {
 
 }  // namespace
 TEST(Usage, NamesAnUnknownSubcommand) {
-  EXPECT_TRUE(complained(run({"frob"}), 2, {"unknown subcommand 'frob'", "run, verify, generate, info"}));
+  EXPECT_TRUE(
+      complained(run({"frob"}), 2, {"unknown subcommand 'frob'", "run, verify, generate, info"}));
   EXPECT_TRUE(complained(run({}), 2, {"subcommand is required"}));
 }
 

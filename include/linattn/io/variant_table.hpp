@@ -48,8 +48,8 @@ struct AttributeSpec {
   std::int64_t minimum = std::numeric_limits<std::int64_t>::min();
   std::array<std::string_view, 4> choices{};  ///< unused ones are empty
 
-  /// "0 or 1", "an integer >= 1", "a finite number", "one of l2, none, max": what a message says was
-  /// expected.
+  /// "0 or 1", "an integer >= 1", "a finite number", "one of l2, none, max": what a message says
+  /// was expected.
   std::string expectation() const;
 };
 
