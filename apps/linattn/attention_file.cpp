@@ -42,15 +42,24 @@ io::Array exponents(const io::TensorFile& file, const std::string& path) {
   return result;
 }
 
-std::vector<double> parameter_of(const io::TensorFile& file, const std::string& name,
-                                 std::int64_t heads) {
-  if (name.empty()) return {};
+const io::Array& counts(const io::TensorFile& file, const std::string& path) {
+  const auto values = file.at(path).values<std::int64_t>();
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (values[i] < 0)
+      refuse(file, path, "numbers of keys >= 0", detail::message(values[i], " at [", i, "]"));
+  return file.at(path);
+}
+
+/// One value for all heads, or one for each.
+std::vector<double> values_of(const io::TensorFile& file, const ParameterInfo& parameter) {
+  const std::string& name = parameter.name;
   if (!file.config().has(name))
     refuse(file, "/config",
            detail::message("an attribute or dataset '", name, "' (or the option --", name,
                            ") for variant ", file.variant()),
            "nothing");
-  const std::vector<double> values = file.config().per_head(name, heads);
+  if (is_given_once(file, name)) return {file.config().real(name)};
+  const std::vector<double> values = file.config().per_head(name, parameter.heads(file.problem()));
   for (std::size_t head = 0; head < values.size(); ++head)
     if (!std::isfinite(values[head]))
       refuse(file, "/config/" + name, "finite numbers",
@@ -70,6 +79,7 @@ void require_supported(const io::TensorFile& file, Use use) {
     throw InvalidArgument(
         detail::message(file.file().string(), ": attribute 'variant' of /: ", error.what()));
   }
+  static_assert(!is_supported_setting("moments"));
   if (file.config().has("moments"))
     refuse(file, "attribute 'moments' of /config",
            "alpha and beta, because this version does not match moments",
@@ -89,25 +99,32 @@ std::optional<HostState> read_state(const io::TensorFile& file, const std::strin
     return array != nullptr ? *array : io::Array(io::ElementType::f64, std::move(extents));
   };
   const std::int64_t members = file.members();
-  HostState state{
-      part("S", {members, p.kv_heads, p.d, p.dv}), part("z", {members, p.kv_heads, p.d}), {}};
-  if (variant_info(file.variant()).has_shift)
+  const VariantInfo& info = variant_info(file.variant());
+  HostState state{part("S", {members, p.kv_heads, p.d, p.dv}),
+                  part("z", {members, p.kv_heads, p.d}),
+                  {},
+                  {},
+                  {}};
+  if (info.has_shift)
     state.shift = file.has(group + "/shift") ? exponents(file, group + "/shift")
                                              : io::Array(io::ElementType::i64, state.z.extents());
+  if (info.has_counts) {
+    state.t = part("t", {members, p.kv_heads, p.dv});
+    state.m = file.has(group + "/m") ? counts(file, group + "/m")
+                                     : io::Array(io::ElementType::i64, {members});
+  }
   return state;
 }
 
-Job make_job(const io::TensorFile& file, bool with_gradients) {
-  const io::Config& config = file.config();
+Job make_job(const io::TensorFile& file, bool with_gradients, bool max_norm_sees_future) {
   const VariantInfo& info = variant_info(file.variant());
   Job job;
   job.variant = info.name;
   job.problem = file.problem();
-  job.causal = file.causal();
-  job.normalise = config.flag("normalise");
-  job.scale = config.real("scale");
-  job.query_parameter = parameter_of(file, info.query_parameter, job.problem.heads);
-  job.key_parameter = parameter_of(file, info.key_parameter, job.problem.kv_heads);
+  job.settings = Settings(file.config().values());
+  job.parameters = parameters_of(
+      info, [&](const ParameterInfo& parameter) { return values_of(file, parameter); });
+  job.max_norm_sees_future = max_norm_sees_future;
   job.q = &file.q();
   job.k = &file.k();
   job.v = &file.v();

@@ -19,9 +19,10 @@ enum class Use { forward, forward_and_backward, verify };
 /// and dataset or attribute
 void require_supported(const io::TensorFile& file, Use use);
 
-/// The job that a supported file describes. Its arrays are the file's.
-/// \throws InvalidArgument if a cotangent, a parameter or an exponent is missing or not a number
-Job make_job(const io::TensorFile& file, bool with_gradients);
+/// The job that a supported file describes. Its arrays are the file's. `max_norm_sees_future` is
+/// what only a command line can allow. \throws InvalidArgument if a cotangent or a parameter is
+/// missing, or a parameter, an exponent or a number of keys is not one
+Job make_job(const io::TensorFile& file, bool with_gradients, bool max_norm_sees_future);
 
 /// A state of the file ("/inputs/state", "/expected/state"); none if the group is absent. What a
 /// variant's state lacks is 0.
@@ -29,6 +30,14 @@ std::optional<HostState> read_state(const io::TensorFile& file, const std::strin
 
 /// Whether the parameter of that name was given once for all heads.
 bool is_given_once(const io::TensorFile& file, const std::string& parameter);
+
+/// Values of the parameters of a variant from what gives one value for all heads, or one for each.
+template <class ValuesOf>
+std::vector<std::vector<double>> parameters_of(const VariantInfo& info, const ValuesOf& values_of) {
+  std::vector<std::vector<double>> parameters;
+  for (const ParameterInfo& parameter : info.parameters) parameters.push_back(values_of(parameter));
+  return parameters;
+}
 
 /// Gradient of a parameter that was given once: the sum over the heads, a scalar.
 io::Array sum_over_heads(const io::Array& gradient);

@@ -124,7 +124,8 @@ std::vector<double> excused_errors(Scalar scalar, const std::string& quantity,
 }
 
 std::string symbol(const std::string& quantity) {
-  if (quantity == "o" || quantity == "S" || quantity == "z") return quantity;
+  for (const char* output : {"o", "S", "z", "t", "m"})
+    if (quantity == output) return quantity;
   return "d" + (quantity.starts_with("state/") ? quantity.substr(6) : quantity);
 }
 

@@ -11,21 +11,10 @@
 #include <linattn/variants.hpp>
 #include <stdexcept>
 
+#include "variant_settings.hpp"
+
 namespace LinAttn::app {
 namespace {
-
-/// The variant with its parameters, which its aggregate lists queries first.
-template <class V>
-V make_variant(Parameter query, Parameter key) {
-  if constexpr (V::query_parameter != nullptr && V::key_parameter != nullptr)
-    return V{query, key};
-  else if constexpr (V::query_parameter != nullptr)
-    return V{query};
-  else if constexpr (V::key_parameter != nullptr)
-    return V{key};
-  else
-    return V{};
-}
 
 template <class View, class... Extents>
 View allocate(const char* name, Extents... extents) {
@@ -51,19 +40,21 @@ View allocate_output(const ExecSpace& exec, const char* name, Extents... extents
   return view;
 }
 
-/// Rows of accumulator type and their exponents, where ExecSpace can reach them.
+/// Rows of accumulator type, their exponents and counts, where ExecSpace can reach them.
 template <class ExecSpace, class T>
 struct StateViews {
   using Memory = typename ExecSpace::memory_space;
   using Sums = Kokkos::View<accumulator_t<T>****, Kokkos::LayoutRight, Memory>;
   using Rows = Kokkos::View<accumulator_t<T>***, Kokkos::LayoutRight, Memory>;
   using Exponents = Kokkos::View<int***, Kokkos::LayoutRight, Memory>;
+  using Counts = Kokkos::View<std::int64_t*, Memory>;
 
   Sums S;
-  Rows z;
+  Rows z, t;
   Exponents shift;
+  Counts m;
   bool present = false;
-  bool has_shift = false;
+  bool has_shift = false, has_t = false, has_m = false;
 
   StateViews() = default;
 
@@ -71,11 +62,21 @@ struct StateViews {
       : S(allocate<Sums>(name, state.S.extent(0), state.S.extent(1), state.S.extent(2),
                          state.S.extent(3))),
         z(allocate<Rows>(name, state.z.extent(0), state.z.extent(1), state.z.extent(2))),
-        present(true) {
+        present(true),
+        has_shift(state.shift),
+        has_t(state.t),
+        has_m(state.m) {
     io::copy_into(exec, state.S, S);
     io::copy_into(exec, state.z, z);
-    if (!state.shift) return;
-    has_shift = true;
+    if (has_t) {
+      t = allocate<Rows>(name, state.t->extent(0), state.t->extent(1), state.t->extent(2));
+      io::copy_into(exec, *state.t, t);
+    }
+    if (has_m) {
+      m = allocate<Counts>(name, state.m->extent(0));
+      io::copy_into(exec, *state.m, m);
+    }
+    if (!has_shift) return;
     shift = allocate<Exponents>(name, z.extent(0), z.extent(1), z.extent(2));
     const auto host = Kokkos::create_mirror_view(shift);
     const auto values = state.shift->values<std::int64_t>();
@@ -85,25 +86,37 @@ struct StateViews {
     exec.fence();  // before the host copy ends its life
   }
 
-  /// An output for `features` features.
+  /// An output for `features` features: a state, or a gradient, which has neither exponents nor
+  /// counts.
   StateViews(const ExecSpace& exec, const char* name, const Problem& p, std::int64_t features,
-             bool with_shift)
+             const VariantInfo& info, bool is_gradient)
       : S(allocate_output<Sums>(exec, name, p.sequences(), p.kv_heads, features, p.dv)),
         z(allocate_output<Rows>(exec, name, p.sequences(), p.kv_heads, features)),
         present(true),
-        has_shift(with_shift) {
-    if (with_shift) shift = allocate<Exponents>(name, p.sequences(), p.kv_heads, features);
+        has_shift(info.has_shift && !is_gradient),
+        has_t(info.has_counts),
+        has_m(info.has_counts && !is_gradient) {
+    if (has_shift) shift = allocate<Exponents>(name, p.sequences(), p.kv_heads, features);
+    if (has_t) t = allocate_output<Rows>(exec, name, p.sequences(), p.kv_heads, p.dv);
+    if (has_m) {
+      m = allocate<Counts>(name, p.sequences());
+      Kokkos::deep_copy(exec, m, std::int64_t(-1));  // no number of keys
+    }
   }
 
   State<ExecSpace, T> reference() const {
     if (!present) return {};
     State<ExecSpace, T> state{.S = S, .z = z};
     if (has_shift) state.shift = shift;
+    if (has_t) state.t = t;
+    if (has_m) state.m = m;
     return state;
   }
 
   HostState to_host(const ExecSpace& exec) const {
-    HostState state{io::to_array(exec, S), io::to_array(exec, z), {}};
+    HostState state{io::to_array(exec, S), io::to_array(exec, z), {}, {}, {}};
+    if (has_t) state.t = io::to_array(exec, t);
+    if (has_m) state.m = io::to_array(exec, m);
     if (!has_shift) return state;
     const auto host = Kokkos::create_mirror_view(shift);
     Kokkos::deep_copy(exec, host, shift);
@@ -114,6 +127,22 @@ struct StateViews {
   }
 };
 
+/// The member of Gradients that is the gradient of a parameter.
+template <class ExecSpace, class T>
+auto& gradient_of(ParameterInfo::Role role, Gradients<ExecSpace, T>& gradients) {
+  switch (role) {
+    case ParameterInfo::Role::query:
+      return gradients.query_parameter;
+    case ParameterInfo::Role::key:
+      return gradients.key_parameter;
+    case ParameterInfo::Role::constant:
+      return gradients.constant;
+    case ParameterInfo::Role::scale:
+      break;
+  }
+  return gradients.scale;
+}
+
 /// Everything of a job that depends on space and precision but not on the variant.
 template <class ExecSpace, class T>
 struct Buffers {
@@ -122,39 +151,47 @@ struct Buffers {
   using Rows = Kokkos::View<accumulator_t<T>***, Kokkos::LayoutRight, Memory>;
   using PerHead = Kokkos::View<double*, Memory>;
   using Mask = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, Memory>;
+  using Records = Kokkos::View<NormaliserRecord**, Kokkos::LayoutRight, Memory>;
 
-  Tensor q, k, v, o, d_o, d_q, d_k, d_v;
+  Tensor q, k, v, o, centred, d_o, d_q, d_k, d_v;
   Rows denominator;
-  PerHead query_parameter, key_parameter, d_query_parameter, d_key_parameter;
+  Records smallest;  // of extents (0, 0) where row sums are not checked
+  std::vector<PerHead> parameters, d_parameters;  // in the order of the variant's
   Mask key_mask;
   StateViews<ExecSpace, T> first, last, d_first, d_last;  // states before and after the keys
 
-  Buffers(const ExecSpace& exec, const Job& job, const VariantInfo& info, std::int64_t features) {
+  Buffers(const ExecSpace& exec, const Job& job, const VariantInfo& info, std::int64_t features,
+          const Options& options)
+      : centres(options.center_v),
+        checks(job.normalise() && job.settings.has("small_g") &&
+               options.small_normaliser == SmallNormaliser::check) {
     const Problem& p = job.problem;
     q = input(exec, "q", *job.q);
     k = input(exec, "k", *job.k);
     v = input(exec, "v", *job.v);
-    query_parameter = parameter(exec, "query parameter", job.query_parameter);
-    key_parameter = parameter(exec, "key parameter", job.key_parameter);
+    for (const std::vector<double>& values : job.parameters)
+      parameters.push_back(parameter(exec, "parameter", values));
     if (job.key_mask != nullptr) {
       key_mask = allocate<Mask>("key mask", p.batch, p.nk);
       io::copy_into(exec, *job.key_mask, key_mask);
     }
     if (job.state) first = {exec, "initial state", *job.state};
-    if (job.wants_state) last = {exec, "final state", p, features, info.has_shift};
+    if (job.wants_state) last = {exec, "final state", p, features, info, false};
     o = allocate_output<Tensor>(exec, "o", p.batch, p.heads, p.nq, p.dv);
+    if (checks) smallest = allocate<Records>("smallest row sums", p.sequences(), p.heads);
     if (job.d_o == nullptr) return;
     d_o = input(exec, "cotangent of o", *job.d_o);
     if (job.d_state) d_last = {exec, "cotangent of the final state", *job.d_state};
     denominator = allocate_output<Rows>(exec, "denominators", p.batch, p.heads, p.nq);
+    if (centres)
+      centred = allocate_output<Tensor>(exec, "o without its centre", p.batch, p.heads, p.nq, p.dv);
     d_q = allocate_output<Tensor>(exec, "gradient of q", p.batch, p.heads, p.nq, p.d);
     d_k = allocate_output<Tensor>(exec, "gradient of k", p.batch, p.kv_heads, p.nk, p.d);
     d_v = allocate_output<Tensor>(exec, "gradient of v", p.batch, p.kv_heads, p.nk, p.dv);
-    d_query_parameter = allocate_output<PerHead>(exec, "gradient of the query parameter",
-                                                 job.query_parameter.size());
-    d_key_parameter =
-        allocate_output<PerHead>(exec, "gradient of the key parameter", job.key_parameter.size());
-    if (job.state) d_first = {exec, "gradient of the initial state", p, features, false};
+    for (const ParameterInfo& info_of : info.parameters)
+      d_parameters.push_back(
+          allocate_output<PerHead>(exec, "gradient of a parameter", info_of.heads(p)));
+    if (job.state) d_first = {exec, "gradient of the initial state", p, features, info, true};
   }
 
   Inputs<ExecSpace, T> inputs(const Job& job) const {
@@ -171,8 +208,34 @@ struct Buffers {
   Saved<ExecSpace, T> saved(const Job& job) const {
     Saved<ExecSpace, T> saved{.o = o};
     if (job.d_o != nullptr) saved.denominator = denominator;
+    if (job.d_o != nullptr && centres) saved.centred = centred;
+    if (checks) saved.smallest = smallest;
     saved.state = last.reference();
     return saved;
+  }
+
+  /// What forward keeps for backward beside o.
+  std::size_t saved_bytes(const Job& job) const {
+    return Saved<ExecSpace, T>::bytes(job.problem) + centred.size() * sizeof(T);
+  }
+
+  /// Parameters for kernels: those given once as a number, the others as Views of these buffers.
+  Parameters parameters_of(const Job& job, const VariantInfo& info) const {
+    Parameters result;
+    for (std::size_t i = 0; i < info.parameters.size(); ++i) {
+      const std::vector<double>& values = job.parameters[i];
+      result.emplace(info.parameters[i].name,
+                     values.size() == 1 ? Parameter(values[0]) : Parameter(parameters[i]));
+    }
+    return result;
+  }
+
+  Gradients<ExecSpace, T> gradients(const VariantInfo& info) const {
+    Gradients<ExecSpace, T> result{.q = d_q, .k = d_k, .v = d_v};
+    for (std::size_t i = 0; i < info.parameters.size(); ++i)
+      gradient_of(info.parameters[i].role, result) = d_parameters[i];
+    result.state = d_first.reference();
+    return result;
   }
 
   Results results(const ExecSpace& exec, const Job& job, const VariantInfo& info) const {
@@ -183,19 +246,17 @@ struct Buffers {
     gradients.push_back({"q", io::to_array(exec, d_q)});
     gradients.push_back({"k", io::to_array(exec, d_k)});
     gradients.push_back({"v", io::to_array(exec, d_v)});
-    if (!info.query_parameter.empty())
-      gradients.push_back({info.query_parameter, io::to_array(exec, d_query_parameter)});
-    if (!info.key_parameter.empty())
-      gradients.push_back({info.key_parameter, io::to_array(exec, d_key_parameter)});
-    if (d_first.present) {
-      HostState state = d_first.to_host(exec);
-      gradients.push_back({"state/S", std::move(state.S)});
-      gradients.push_back({"state/z", std::move(state.z)});
-    }
+    for (std::size_t i = 0; i < info.parameters.size(); ++i)
+      gradients.push_back({info.parameters[i].name, io::to_array(exec, d_parameters[i])});
+    if (d_first.present)
+      for (NamedArray& sum : d_first.to_host(exec).sums())
+        gradients.push_back({"state/" + sum.name, std::move(sum.array)});
     return results;
   }
 
  private:
+  bool centres, checks;
+
   static Tensor input(const ExecSpace& exec, const char* name, const io::Array& array) {
     const auto view =
         allocate<Tensor>(name, array.extent(0), array.extent(1), array.extent(2), array.extent(3));
@@ -228,18 +289,26 @@ void run_pass(const ExecSpace& exec, int repeat, PassReport& report, const Pass&
   }
 }
 
+/// check() with advice in the words of files and of the command line.
+template <class T, class ExecSpace>
+void require_large_row_sums(const ExecSpace& exec, const Saved<ExecSpace, T>& saved,
+                            const Options& options) {
+  try {
+    check(exec, saved, options);
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(detail::message(error.what(),
+                                          " (in a file qk_norm='l2', small_g='clamp'; as options ",
+                                          "--qk-norm l2, --small-g clamp)"));
+  }
+}
+
 template <class T, class ExecSpace, class V>
 Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& execution) {
   const VariantInfo& info = variant_info(job.variant);
   const std::int64_t features = feature_count(V{}.key_map(), job.problem.d);
-  const Buffers<ExecSpace, T> buffers(exec, job, info, features);
-  const V variant = make_variant<V>(buffers.query_parameter, buffers.key_parameter);
-  const Options options{.causal = job.causal,
-                        .normalise = job.normalise,
-                        .scale = job.scale,
-                        .chunk = execution.chunk,
-                        .segments = execution.segments,
-                        .tiles = execution.tiles};
+  const Options options = options_of(job, execution);
+  const Buffers<ExecSpace, T> buffers(exec, job, info, features, options);
+  const V variant = make_variant(std::type_identity<V>{}, job, buffers.parameters_of(job, info));
   Outcome outcome;
   const auto prepare = [&](Pass pass) {
     return PassReport{plan<T>(exec, variant, job.problem, pass, options),
@@ -250,7 +319,7 @@ Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& 
   std::size_t arena_bytes = outcome.forward.workspace_bytes;
   if (job.d_o != nullptr) {
     outcome.backward = prepare(Pass::backward);
-    outcome.saved_bytes = Saved<ExecSpace, T>::bytes(job.problem);
+    outcome.saved_bytes = buffers.saved_bytes(job);
     arena_bytes = std::max(arena_bytes, outcome.backward->workspace_bytes);
   }
   using Arena = Kokkos::View<unsigned char*, typename ExecSpace::memory_space>;
@@ -261,14 +330,11 @@ Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& 
   const Saved<ExecSpace, T> saved = buffers.saved(job);
   run_pass(exec, execution.repeat, outcome.forward,
            [&] { forward<T>(exec, variant, inputs, saved, arena, options); });
+  require_large_row_sums<T>(exec, saved, options);
   if (job.d_o != nullptr) {
     const Cotangents<ExecSpace, T> cotangents{.o = buffers.d_o,
                                               .state = buffers.d_last.reference().as_const()};
-    Gradients<ExecSpace, T> gradients{.q = buffers.d_q, .k = buffers.d_k, .v = buffers.d_v};
-    if constexpr (V::query_parameter != nullptr)
-      gradients.query_parameter = buffers.d_query_parameter;
-    if constexpr (V::key_parameter != nullptr) gradients.key_parameter = buffers.d_key_parameter;
-    gradients.state = buffers.d_first.reference();
+    const Gradients<ExecSpace, T> gradients = buffers.gradients(info);
     run_pass(exec, execution.repeat, *outcome.backward, [&] {
       backward<T>(exec, variant, inputs, saved, cotangents, gradients, arena, options);
     });
@@ -306,15 +372,49 @@ Outcome compute_in(const Job& job, const Execution& execution) {
 
 const std::vector<VariantInfo>& variants() {
   static const std::vector<VariantInfo> list = [] {
-    const auto text = [](const char* name) { return std::string(name == nullptr ? "" : name); };
+    using Role = ParameterInfo::Role;
     std::vector<VariantInfo> infos;
     for_each_variant([&]<class V>(std::type_identity<V>) {
-      infos.push_back({V::name, V::normalise_by_default, text(V::query_parameter),
-                       text(V::key_parameter), ScaledFeatureMap<key_map_t<V>>});
+      VariantInfo info{
+          V::name, V::normalise_by_default, {}, ScaledFeatureMap<key_map_t<V>>, has_constant_v<V>};
+      const auto add = [&](const char* name, Role role) {
+        if (name != nullptr) info.parameters.push_back({name, role, role == Role::scale});
+      };
+      add(V::query_parameter, Role::query);
+      add(V::key_parameter, Role::key);
+      add(constant_parameter_name<V>(), Role::constant);
+      add(scale_parameter_name<V>(), Role::scale);
+      infos.push_back(std::move(info));
     });
     return infos;
   }();
   return list;
+}
+
+const ParameterInfo* VariantInfo::parameter(std::string_view wanted) const {
+  for (const ParameterInfo& info : parameters)
+    if (info.name == wanted) return &info;
+  return nullptr;
+}
+
+std::vector<NamedArray> HostState::sums() const {
+  std::vector<NamedArray> result{{"S", S}, {"z", z}};
+  if (t) result.push_back({"t", *t});
+  return result;
+}
+
+double Job::output_scale() const {
+  return variant_info(variant).parameter("scale") != nullptr ? 1.0 : settings.real("scale", 1.0);
+}
+
+std::vector<double> Job::per_head(const ParameterInfo& parameter) const {
+  const auto& all = variant_info(variant).parameters;
+  std::size_t i = 0;
+  while (all[i].name != parameter.name) ++i;
+  const std::vector<double>& values = parameters[i];
+  return values.size() == 1
+             ? std::vector<double>(static_cast<std::size_t>(parameter.heads(problem)), values[0])
+             : values;
 }
 
 std::string variant_names() { return LinAttn::variant_names(); }
@@ -326,21 +426,28 @@ const VariantInfo& variant_info(std::string_view name) {
                                         "), found '", name, "'"));
 }
 
-std::vector<std::string> parameter_names() {
-  std::vector<std::string> names;
-  for (const VariantInfo& info : variants())
-    for (const std::string& name : {info.query_parameter, info.key_parameter})
-      if (!name.empty() && std::find(names.begin(), names.end(), name) == names.end())
-        names.push_back(name);
-  return names;
-}
-
 double PassReport::median() const {
   std::vector<double> sorted = seconds;
   std::sort(sorted.begin(), sorted.end());
   const std::size_t n = sorted.size();
   if (n == 0) return 0;
   return n % 2 == 1 ? sorted[n / 2] : (sorted[n / 2 - 1] + sorted[n / 2]) / 2;
+}
+
+void require_valid_settings(const Job& job) {
+  with_variant(job.variant, [&]<class V>(std::type_identity<V> type) {
+    Parameters parameters;
+    const VariantInfo& info = variant_info(job.variant);
+    for (std::size_t i = 0; i < info.parameters.size(); ++i)
+      if (job.parameters[i].size() == 1)
+        parameters.emplace(info.parameters[i].name, job.parameters[i][0]);
+    const V variant = make_variant(type, job, parameters);
+    detail::validate_variant<Kokkos::DefaultHostExecutionSpace>(
+        detail::resolved(variant, job.problem), job.problem, Pass::forward, job.causal());
+    dropout_of(job.settings).validate(job.problem);
+    if (job.settings.flag("center_v", false) && !job.normalise())
+      throw InvalidArgument("center_v: expected 0 where rows are not normalised, found 1");
+  });
 }
 
 Outcome compute(const Job& job, const Execution& execution) {

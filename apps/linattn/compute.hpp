@@ -11,19 +11,39 @@
 #include <vector>
 
 #include "execution.hpp"
+#include "settings.hpp"
 
 /// \file compute.hpp
 /// Runs the library on host arrays, whatever variant, execution space and precision are asked for.
 
 namespace LinAttn::app {
 
-/// What the list of variants says about one of them. Names of parameters it lacks are empty.
+/// A number of a variant that can be differentiated: an attribute of /config, and the name of a
+/// gradient.
+struct ParameterInfo {
+  /// Which of the library's gradients it has.
+  enum class Role { query, key, constant, scale };
+
+  std::string name;
+  Role role;
+  bool one_for_all = false;  ///< never one for each head; its gradient is still one for each
+
+  /// Heads of a problem that have one each.
+  std::int64_t heads(const Problem& problem) const {
+    return role == Role::key ? problem.kv_heads : problem.heads;
+  }
+};
+
+/// What the list of variants says about one of them.
 struct VariantInfo {
   std::string name;
   bool normalise_by_default = true;
-  std::string query_parameter;
-  std::string key_parameter;
-  bool has_shift = false;  ///< its states have base-2 exponents
+  std::vector<ParameterInfo> parameters;
+  bool has_shift = false;   ///< its states have base-2 exponents
+  bool has_counts = false;  ///< its states have sums of values, and numbers of keys
+
+  /// nullptr if it has none of that name.
+  const ParameterInfo* parameter(std::string_view name) const;
 };
 
 /// The variants of this build, in the order of the library's list.
@@ -32,8 +52,6 @@ const std::vector<VariantInfo>& variants();
 std::string variant_names();
 /// \throws InvalidArgument listing the variants of this build if it has none of that name.
 const VariantInfo& variant_info(std::string_view name);
-/// Names of the parameters that variants have, each once.
-std::vector<std::string> parameter_names();
 
 struct NamedArray {
   std::string name;
@@ -41,11 +59,16 @@ struct NamedArray {
 };
 
 /// Sums over keys, S (M,Hkv,R,Dv) and z (M,Hkv,R), or their cotangents; with int64 exponents shift
-/// (M,Hkv,R) for variants that have them.
+/// (M,Hkv,R), or with t (M,Hkv,Dv) and int64 numbers of keys m (M), for variants that have them.
 struct HostState {
   io::Array S;
   io::Array z;
   std::optional<io::Array> shift;
+  std::optional<io::Array> t;
+  std::optional<io::Array> m;  ///< not of cotangents and gradients
+
+  /// Those of S, z and t that there are, by name.
+  std::vector<NamedArray> sums() const;
 };
 
 /// One problem of attention. Arrays behind pointers belong to the caller; those that are null are
@@ -53,11 +76,10 @@ struct HostState {
 struct Job {
   std::string variant;
   Problem problem;
-  bool causal = false;
-  bool normalise = true;
-  double scale = 1.0;
-  std::vector<double> query_parameter;  ///< (H), empty if the variant has none
-  std::vector<double> key_parameter;    ///< (Hkv), likewise
+  Settings settings;  ///< defaults included
+  /// For each parameter of the variant one value, or one for each head.
+  std::vector<std::vector<double>> parameters;
+  bool max_norm_sees_future = false;  ///< allows norms of a whole sequence under a causal mask
   const io::Array* q = nullptr;
   const io::Array* k = nullptr;
   const io::Array* v = nullptr;
@@ -68,6 +90,13 @@ struct Job {
   bool wants_state = false;        ///< after the last key
   const io::Array* d_o = nullptr;  ///< cotangent of o; without it there are no gradients
   std::optional<HostState> d_state;
+
+  bool causal() const { return settings.flag("causal", false); }
+  bool normalise() const { return settings.flag("normalise", true); }
+  /// The factor of rows that are not normalised; 1 where `scale` is the variant's own.
+  double output_scale() const;
+  /// The values of one parameter, given once or not, for each of its heads.
+  std::vector<double> per_head(const ParameterInfo& parameter) const;
 };
 
 /// How to compute it.
@@ -81,7 +110,8 @@ struct Execution {
 };
 
 /// Output o and, where a cotangent was given, the gradients: q, k, v, one value per head for each
-/// parameter under the parameter's name, and state/S and state/z where there is an initial state.
+/// parameter under the parameter's name, and state/S, state/z and state/t where there is an initial
+/// state that has them.
 struct Results {
   io::Array o;
   std::optional<HostState> state;
@@ -103,7 +133,12 @@ struct Outcome {
   std::size_t saved_bytes = 0;  ///< kept by forward for backward
 };
 
-/// \throws InvalidArgument for what the library refuses, EnvironmentFailure if memory is short.
+/// \throws InvalidArgument for what the library refuses, row sums that nearly vanish included, and
+/// EnvironmentFailure if memory is short.
 Outcome compute(const Job& job, const Execution& execution);
+
+/// Refuses the settings that compute() would refuse, as far as they can be judged without inputs.
+/// Needs no Kokkos runtime. \throws InvalidArgument
+void require_valid_settings(const Job& job);
 
 }  // namespace LinAttn::app

@@ -30,7 +30,8 @@ struct GenerateOptions {
   Problem problem{.batch = 1, .heads = 1, .kv_heads = -1, .nq = -1, .nk = -1, .d = -1, .dv = -1};
   std::uint64_t seed = 0;
   std::string variant;
-  ConfigOptions config;
+  ConfigOptions config{.renamed = {{"seed", "--dropout-seed"}}};
+  bool max_norm_sees_future = false;
   std::string distribution = "normal";
   double sigma = 1;
   std::string dtype = "f64";
@@ -129,43 +130,59 @@ void require_memory(const Problem& p) {
                                           p.to_string(), ", which need ", number(needed, 4)));
 }
 
-/// Attributes of /config: what was given, and 1 for a parameter of the variant that was not.
+/// Refuses an option that the variant does not have, or without one, that not all have.
+void require_setting(const GenerateOptions& options, const std::string& name) {
+  const std::string option = options.config.option_of(name) + ": ";
+  try {
+    io::attribute_of(
+        io::variant_spec(options.variant.empty() ? variants().front().name : options.variant),
+        name);
+  } catch (const InvalidArgument& error) {
+    if (options.variant.empty())
+      throw InvalidArgument(option + "expected a variant that has " + name + ", found none");
+    throw InvalidArgument(option + error.what());
+  }
+}
+
+/// Attributes of /config: what was given, and 1 for a parameter of the variant that has no default.
 std::map<std::string, io::Value> config_values(const GenerateOptions& options) {
   std::map<std::string, io::Value> values = options.config.values();
-  std::vector<std::string> own;
-  if (!options.variant.empty()) {
-    const VariantInfo& info = variant_info(options.variant);
-    for (const std::string& name : {info.query_parameter, info.key_parameter})
-      if (!name.empty()) own.push_back(name);
-  }
-  for (const auto& [name, value] : options.config.parameters) {
-    const bool is_own = std::find(own.begin(), own.end(), name) != own.end();
-    if (value && !is_own)
-      throw InvalidArgument(detail::message("--", name,
-                                            ": expected a variant that has this parameter, found ",
-                                            options.variant.empty() ? "none" : options.variant));
-    if (!value && is_own) values[name] = 1.0;
-  }
+  for (const auto& [name, value] : values) require_setting(options, name);
+  if (options.variant.empty()) return values;
+  const io::VariantSpec& variant = io::variant_spec(options.variant);
+  for (const ParameterInfo& parameter : variant_info(options.variant).parameters)
+    if (!io::default_of(io::attribute_of(variant, parameter.name), values, options.problem.d))
+      values.try_emplace(parameter.name, 1.0);
   return values;
+}
+
+/// The given values and the defaults of all others.
+Settings with_defaults(const std::string& variant, const std::map<std::string, io::Value>& given,
+                       std::int64_t d) {
+  std::map<std::string, io::Value> values = given;
+  for (const io::AttributeSpec& spec : io::attributes_of(io::variant_spec(variant)))
+    if (const auto value = io::default_of(spec, given, d))
+      values.try_emplace(std::string(spec.name), *value);
+  return Settings(std::move(values));
+}
+
+/// The job of the variant, without tensors.
+Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value>& config) {
+  Job job;
+  job.variant = options.variant;
+  job.problem = options.problem;
+  job.settings = with_defaults(options.variant, config, options.problem.d);
+  job.parameters =
+      parameters_of(variant_info(options.variant), [&](const ParameterInfo& parameter) {
+        return std::vector<double>{job.settings.real(parameter.name, 1)};
+      });
+  job.max_norm_sees_future = options.max_norm_sees_future;
+  return job;
 }
 
 Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value>& config,
            const Tensors& tensors) {
-  const VariantInfo& info = variant_info(options.variant);
-  const auto per_head = [&](const std::string& name, std::int64_t heads) {
-    return name.empty()
-               ? std::vector<double>()
-               : std::vector<double>(static_cast<std::size_t>(heads), config.at(name).as_double());
-  };
-  Job job;
-  job.variant = options.variant;
-  job.problem = options.problem;
-  job.causal = options.config.causal;
-  job.normalise =
-      config.contains("normalise") ? options.config.normalise : info.normalise_by_default;
-  job.scale = options.config.scale.value_or(1.0);
-  job.query_parameter = per_head(info.query_parameter, job.problem.heads);
-  job.key_parameter = per_head(info.key_parameter, job.problem.kv_heads);
+  Job job = job_of(options, config);
   job.q = &tensors.q;
   job.k = &tensors.k;
   job.v = &tensors.v;
@@ -173,11 +190,14 @@ Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value
   return job;
 }
 
-/// Extents, a known variant and a bearable reference, before anything is drawn.
-void check_request(const GenerateOptions& options) {
-  options.problem.validate(options.config.causal);
+/// Extents, settings of the variant and a bearable reference, before anything is drawn.
+void check_request(const GenerateOptions& options, const std::map<std::string, io::Value>& config) {
+  options.problem.validate(Settings(config).flag("causal", false));
   require_memory(options.problem);
-  if (options.variant.empty() || options.no_expected) return;
+  if (options.max_norm_sees_future) require_norms(options.variant);
+  if (options.variant.empty()) return;
+  require_valid_settings(job_of(options, config));
+  if (options.no_expected) return;
   const std::string obstacle = reference_obstacle(options.variant, options.problem);
   if (!obstacle.empty())
     throw InvalidArgument("--variant: " + obstacle + "; --no-expected writes inputs only");
@@ -186,12 +206,10 @@ void check_request(const GenerateOptions& options) {
 void write_expected(const GenerateOptions& options, const Results& expected, io::Writer& writer) {
   writer.write("/expected/o", expected.o);
   const VariantInfo& info = variant_info(options.variant);
-  for (const NamedArray& gradient : expected.gradients) {
-    io::Array array = gradient.array;
-    if (gradient.name == info.query_parameter || gradient.name == info.key_parameter)
-      array = sum_over_heads(array);
-    writer.write("/expected_grad/" + gradient.name, array);
-  }
+  for (const NamedArray& gradient : expected.gradients)
+    writer.write("/expected_grad/" + gradient.name, info.parameter(gradient.name) != nullptr
+                                                        ? sum_over_heads(gradient.array)
+                                                        : gradient.array);
 }
 
 ExitStatus generate(const GenerateOptions& given) {
@@ -201,7 +219,7 @@ ExitStatus generate(const GenerateOptions& given) {
   if (p.nk < 0) p.nk = p.nq;
   if (p.dv < 0) p.dv = p.d;
   const std::map<std::string, io::Value> config = config_values(options);
-  check_request(options);
+  check_request(options, config);
   const JsonOutput json(options.json, {options.output});
 
   io::Writer writer(options.output);
@@ -237,6 +255,8 @@ ExitStatus generate(const GenerateOptions& given) {
   document["problem"] = to_json(p);
   document["seed"] = options.seed;
   document["variant"] = options.variant.empty() ? Json() : Json(options.variant);
+  document["settings"] = options.variant.empty() ? to_json(Settings(config))
+                                                 : to_json(job_of(options, config).settings);
   document["expected"] = with_expected;
   json.write(document);
   return ExitStatus::done;
@@ -274,6 +294,7 @@ void add_generate(CLI::App& app, Action& action) {
       ->type_name("NAME")
       ->check(accepted_by([](const std::string& name) { variant_info(name); }));
   options->config.add_to(*command);
+  add_max_norm_option(*command, options->max_norm_sees_future);
   command
       ->add_option("--dist", options->distribution,
                    "Distribution of q, k, v: normal, uniform (both with mean 0), constant")

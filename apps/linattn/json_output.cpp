@@ -139,6 +139,18 @@ Json to_json(const Problem& p) {
               {"dv", p.dv}};
 }
 
+Json to_json(const io::Value& value) {
+  if (value.is_string()) return value.as_string();
+  if (value.is_real()) return value.as_double();
+  return value.is_large() ? Json(value.as_uint64()) : Json(value.as_int64());
+}
+
+Json to_json(const Settings& settings) {
+  Json json = Json::object();
+  for (const auto& [name, value] : settings.values()) json[name] = to_json(value);
+  return json;
+}
+
 Json to_json(const PassReport& report) {
   const Plan& plan = report.plan;
   return Json{{"seconds", report.median()},

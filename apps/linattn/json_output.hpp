@@ -37,6 +37,9 @@ class JsonOutput {
 /// The head of every document: the version of LinAttn and the command.
 Json json_document(const char* command);
 Json to_json(const Problem& problem);
+Json to_json(const io::Value& value);
+/// Every attribute by name.
+Json to_json(const Settings& settings);
 Json to_json(const PassReport& report);
 /// Infinities and NaNs become null.
 Json to_json(const Comparison& comparison);

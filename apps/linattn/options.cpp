@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "options.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -18,6 +19,98 @@ bool parses(const std::string& text, T& value) {
   const char* const end = text.data() + text.size();
   const auto [rest, error] = std::from_chars(text.data(), end, value);
   return error == std::errc() && rest == end;
+}
+
+/// What the table does not say: what a setting is for, and of a flag what 0 is for.
+struct Meaning {
+  std::string_view name, text, off{};
+};
+constexpr Meaning meanings[] = {
+    {"causal", "Query i sees keys j <= i + Nk - Nq", "Every query sees every key"},
+    {"normalise", "Divide each row by the sum of its weights",
+     "Do not divide: o = scale * sum of weighted values"},
+    {"scale",
+     "Factor of the output where rows are not normalised; of affine that of the scores, there by "
+     "default 1/sqrt(D) with qk_norm none"},
+    {"alpha", "Rate of the queries, the same for all heads"},
+    {"beta", "Rate of the keys, the same for all heads"},
+    {"a", "Slope of the weights over the scores"},
+    {"b", "Weight at score 0"},
+    {"qk_norm", "What divides queries and keys: their own norm, nothing, the largest norm"},
+    {"norm_eps", "Added to the square of the norm of l2"},
+    {"small_g",
+     "Rows whose sum of weights nearly vanishes are refused, clamped or left as they are"},
+    {"g_min", "The least sum of weights for each key that is not small"},
+    {"center_v", "Take values relative to the first that is visible: other roundings",
+     "Take values as they are"},
+    {"dropout_p", "Standard deviation of the noise that multiplies the output"},
+    {"seed", "Key of the noise"},
+    {"offset", "Number of the call among those with the same noise key"},
+};
+
+Meaning meaning_of(std::string_view name) {
+  for (const Meaning& meaning : meanings)
+    if (meaning.name == name) return meaning;
+  return {name, "", ""};
+}
+
+/// An attribute, and the variants that have it if not all do.
+struct Setting {
+  io::AttributeSpec spec;
+  std::vector<std::string> owners;
+};
+
+/// Settings of the variants of this build, each once, those of all variants first.
+std::vector<Setting> all_settings() {
+  std::vector<Setting> settings;
+  for (const VariantInfo& info : variants())
+    for (const io::AttributeSpec& spec : supported_settings(info.name)) {
+      auto known = settings.begin();
+      while (known != settings.end() && known->spec.name != spec.name) ++known;
+      if (known == settings.end()) known = settings.insert(known, {spec, {}});
+      known->owners.push_back(info.name);
+    }
+  for (Setting& setting : settings)
+    if (setting.owners.size() == variants().size()) setting.owners.clear();
+  return settings;
+}
+
+/// "default 1", as far as it is the same for all files.
+std::string default_text(const io::AttributeSpec& spec) {
+  const auto value = io::default_of(spec, {}, 1);
+  if (!value) return {};
+  return "default " + (value->is_string() ? value->as_string() : value->to_string());
+}
+
+std::string help_of(const Setting& setting) {
+  const io::AttributeSpec& spec = setting.spec;
+  std::string text(meaning_of(spec.name).text);
+  if (spec.kind == io::AttributeKind::choice) text += "; " + spec.expectation();
+  std::vector<std::string> notes;
+  if (!setting.owners.empty()) notes.push_back(join(setting.owners));
+  if (const std::string standard = default_text(spec); !standard.empty()) notes.push_back(standard);
+  return notes.empty() ? text : text + " (" + join(notes) + ")";
+}
+
+const char* type_name_of(io::AttributeKind kind) {
+  switch (kind) {
+    case io::AttributeKind::real:
+      return "NUMBER";
+    case io::AttributeKind::choice:
+      return "NAME";
+    default:
+      return "COUNT";
+  }
+}
+
+void add_flag(CLI::App& command, const std::string& name, ConfigOptions::Flag& flag) {
+  const Meaning meaning = meaning_of(name);
+  const std::string off = name == "causal" ? "--full" : option_name("no_" + name);
+  CLI::Option* const on_flag =
+      command.add_flag(option_name(name), flag.on, std::string(meaning.text));
+  CLI::Option* const off_flag = command.add_flag(off, flag.off, std::string(meaning.off));
+  for (CLI::Option* const either : {on_flag, off_flag}) either->disable_flag_override();
+  on_flag->excludes(off_flag);
 }
 
 }  // namespace
@@ -52,41 +145,59 @@ CLI::Validator finite_number() {
   });
 }
 
+std::string option_name(std::string_view attribute) {
+  std::string name = "--" + std::string(attribute);
+  std::replace(name.begin(), name.end(), '_', '-');
+  return name;
+}
+
+std::string ConfigOptions::option_of(const std::string& attribute) const {
+  const auto other = renamed.find(attribute);
+  return other == renamed.end() ? option_name(attribute) : other->second;
+}
+
 void ConfigOptions::add_to(CLI::App& command) {
-  auto* const causal_flag =
-      command.add_flag("--causal", causal, "Query i sees keys j <= i + Nk - Nq");
-  auto* const full_flag = command.add_flag("--full", full, "Every query sees every key");
-  for (auto* const flag : {causal_flag, full_flag}) flag->disable_flag_override();
-  causal_flag->excludes(full_flag);
-  auto* const normalise_flag =
-      command.add_flag("--normalise", normalise, "Divide each row by the sum of its weights");
-  auto* const plain_flag = command.add_flag("--no-normalise", no_normalise,
-                                            "Do not divide: o = scale * sum of weighted values");
-  for (auto* const flag : {normalise_flag, plain_flag}) flag->disable_flag_override();
-  normalise_flag->excludes(plain_flag);
-  command.add_option("--scale", scale, "Factor of the output where rows are not normalised")
-      ->type_name("NUMBER")
-      ->check(finite_number());
-  for (const std::string& name : parameter_names()) {
-    std::vector<std::string> owners;
-    for (const VariantInfo& info : variants())
-      if (info.query_parameter == name || info.key_parameter == name) owners.push_back(info.name);
-    command
-        .add_option("--" + name, parameters[name],
-                    "Parameter of " + join(owners) + ", the same for all heads")
-        ->type_name("NUMBER")
-        ->check(finite_number());
+  for (const Setting& setting : all_settings()) {
+    const io::AttributeSpec& spec = setting.spec;
+    const std::string name(spec.name);
+    if (spec.kind == io::AttributeKind::flag) {
+      add_flag(command, name, flags[name]);
+      continue;
+    }
+    command.add_option(option_of(name), texts[name], help_of(setting))
+        ->type_name(type_name_of(spec.kind))
+        ->check(accepted_by([spec](const std::string& text) { io::parse(spec, text); }));
   }
 }
 
 std::map<std::string, io::Value> ConfigOptions::values() const {
   std::map<std::string, io::Value> values;
-  if (causal || full) values["causal"] = causal;
-  if (normalise || no_normalise) values["normalise"] = normalise;
-  if (scale) values["scale"] = *scale;
-  for (const auto& [name, value] : parameters)
-    if (value) values[name] = *value;
+  for (const Setting& setting : all_settings()) {
+    const std::string name(setting.spec.name);
+    if (setting.spec.kind == io::AttributeKind::flag) {
+      const Flag& flag = flags.at(name);
+      if (flag.on || flag.off) values[name] = flag.on;
+    } else if (texts.at(name)) {
+      values[name] = io::parse(setting.spec, *texts.at(name));
+    }
+  }
   return values;
+}
+
+void add_max_norm_option(CLI::App& command, bool& target) {
+  command
+      .add_flag(
+          "--max-norm-sees-future", target,
+          "Allow qk_norm max under a causal mask, where later tokens then change earlier rows")
+      ->disable_flag_override();
+}
+
+void require_norms(const std::string& variant) {
+  try {
+    io::attribute_of(io::variant_spec(variant), "qk_norm");
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(std::string("--max-norm-sees-future: ") + error.what());
+  }
 }
 
 void ExecutionOptions::add_to(CLI::App& command, const std::string& space_default,

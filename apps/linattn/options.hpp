@@ -9,6 +9,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "execution.hpp"
 
@@ -25,20 +26,33 @@ CLI::Validator integer_between(std::int64_t low, std::int64_t high);
 /// Accepts a finite number.
 CLI::Validator finite_number();
 
-/// --causal, --full, --normalise, --no-normalise, --scale and a value for each parameter of a
-/// variant.
+/// "--qk-norm" for the attribute qk_norm.
+std::string option_name(std::string_view attribute);
+
+/// An option for each attribute of /config that a variant of this build has, as the layout's table
+/// describes it; flags have a second one for 0 (--no-NAME; that of --causal is --full).
 struct ConfigOptions {
-  bool causal = false;
-  bool full = false;
-  bool normalise = false;
-  bool no_normalise = false;
-  std::optional<double> scale;
-  std::map<std::string, std::optional<double>> parameters;
+  struct Flag {
+    bool on = false;
+    bool off = false;
+  };
+  std::map<std::string, Flag> flags{};                        ///< by attribute
+  std::map<std::string, std::optional<std::string>> texts{};  ///< likewise
+  /// Options called otherwise, because the command has one of that name. By attribute.
+  std::map<std::string, std::string> renamed{};
 
   void add_to(CLI::App& command);
-  /// Attributes of /config that were given.
+  /// Attributes that were given.
   std::map<std::string, io::Value> values() const;
+  /// The option of an attribute.
+  std::string option_of(const std::string& attribute) const;
 };
+
+/// --max-norm-sees-future, which no file can ask for.
+void add_max_norm_option(CLI::App& command, bool& target);
+
+/// Refuses --max-norm-sees-future for a variant that has no norms. \throws InvalidArgument
+void require_norms(const std::string& variant);
 
 /// --space, --dtype, --chunk, --segments, --tiles. Empty texts mean "not given".
 struct ExecutionOptions {

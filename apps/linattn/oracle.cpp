@@ -19,6 +19,68 @@ bool is_known_to_reference(const std::string& variant) {
   }
 }
 
+/// The gradient of a parameter, one for each head, among those of the reference.
+template <class Set>
+const std::vector<double>& of_role(ParameterInfo::Role role, const Set& set) {
+  switch (role) {
+    case ParameterInfo::Role::query:
+      return set.alpha;
+    case ParameterInfo::Role::key:
+      return set.beta;
+    case ParameterInfo::Role::constant:
+      return set.constant;
+    case ParameterInfo::Role::scale:
+      break;
+  }
+  return set.score_scale;
+}
+
+void set_parameter(ParameterInfo::Role role, const std::vector<double>& per_head,
+                   reference::Settings& settings) {
+  switch (role) {
+    case ParameterInfo::Role::query:
+      settings.alpha = per_head;
+      break;
+    case ParameterInfo::Role::key:
+      settings.beta = per_head;
+      break;
+    case ParameterInfo::Role::constant:
+      settings.constant = per_head;
+      break;
+    case ParameterInfo::Role::scale:
+      if (!per_head.empty()) settings.score_scale = per_head[0];  // one for all
+  }
+}
+
+reference::Norm norm_of(const std::string& name) {
+  if (name == "l2") return reference::Norm::l2;
+  return name == "max" ? reference::Norm::max : reference::Norm::none;
+}
+
+/// A job's settings in the reference's terms. Centred values are a matter of rounding, which it
+/// does not have, and what is merely checked it leaves as it is.
+reference::Settings settings_of(const Job& job) {
+  const Settings& given = job.settings;
+  reference::Settings settings{.kernel = reference::kernel_from_name(job.variant),
+                               .causal = job.causal(),
+                               .normalise = job.normalise(),
+                               .scale = job.output_scale()};
+  for (const ParameterInfo& parameter : variant_info(job.variant).parameters)
+    set_parameter(parameter.role, job.per_head(parameter), settings);
+  settings.norm = norm_of(given.text("qk_norm", "l2"));
+  settings.norm_eps = given.real("norm_eps", settings.norm_eps);
+  if (given.text("small_g", "check") == "clamp") settings.least_normaliser = given.real("g_min", 0);
+  settings.dropout_p = given.real("dropout_p", 0);
+  settings.seed = given.counter("seed", 0);
+  settings.offset = given.counter("offset", 0);
+  if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
+  if (job.cu_seqlens_q != nullptr) {
+    settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();
+    settings.cu_seqlens_k = job.cu_seqlens_k->as<std::int64_t>();
+  }
+  return settings;
+}
+
 /// A job in the reference's terms. \throws InvalidArgument if there is an obstacle
 struct DenseJob {
   reference::Settings settings;
@@ -28,17 +90,7 @@ struct DenseJob {
   explicit DenseJob(const Job& job) {
     if (const std::string obstacle = reference_obstacle(job); !obstacle.empty())
       throw InvalidArgument(obstacle);
-    settings = {.kernel = reference::kernel_from_name(job.variant),
-                .causal = job.causal,
-                .normalise = job.normalise,
-                .scale = job.scale,
-                .alpha = job.query_parameter,
-                .beta = job.key_parameter};
-    if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
-    if (job.cu_seqlens_q != nullptr) {
-      settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();
-      settings.cu_seqlens_k = job.cu_seqlens_k->as<std::int64_t>();
-    }
+    settings = settings_of(job);
     tensors = {job.q->as<double>(), job.k->as<double>(), job.v->as<double>()};
     if (job.d_o != nullptr) cotangent = job.d_o->as<double>();
   }
@@ -49,21 +101,44 @@ io::Array o_of(const Job& job, const std::vector<double>& o) {
   return io::Array(o, {p.batch, p.heads, p.nq, p.dv});
 }
 
-/// What has members q, k, v, alpha and beta in the order of compute().
+/// Values less the first that is visible in their sequence, as center_v takes them.
+std::vector<double> centred_values(const Job& job, const DenseJob& dense) {
+  const Problem& p = job.problem;
+  const auto& mask = dense.settings.key_mask;
+  const auto& borders = dense.settings.cu_seqlens_k;
+  std::vector<double> values = dense.tensors.v;
+  for (std::int64_t b = 0; b < p.batch; ++b)
+    for (std::int64_t h = 0; h < p.kv_heads; ++h)
+      for (std::int64_t s = 0; s < (p.packed() ? p.members : 1); ++s) {
+        const std::int64_t begin = p.packed() ? borders[static_cast<std::size_t>(s)] : 0;
+        const std::int64_t end = p.packed() ? borders[static_cast<std::size_t>(s + 1)] : p.nk;
+        std::int64_t first = begin;
+        while (first < end && !mask.empty() &&
+               mask[static_cast<std::size_t>(b * p.nk + first)] == 0)
+          ++first;
+        const auto row = [&](std::int64_t j) {
+          return static_cast<std::size_t>(((b * p.kv_heads + h) * p.nk + j) * p.dv);
+        };
+        for (std::int64_t j = begin; first < end && j < end; ++j)
+          for (std::size_t c = 0; c < static_cast<std::size_t>(p.dv); ++c)
+            values[row(j) + c] -= dense.tensors.v[row(first) + c];
+      }
+  return values;
+}
+
+/// What has members q, k, v and those of parameters in the order of compute().
 template <class Set>
 std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
   std::vector<NamedArray> gradients{{"q", io::Array(d.q, job.q->extents())},
                                     {"k", io::Array(d.k, job.k->extents())},
                                     {"v", io::Array(d.v, job.v->extents())}};
-  const VariantInfo& info = variant_info(job.variant);
-  if (!info.query_parameter.empty())
-    gradients.push_back({info.query_parameter, io::Array(d.alpha, {job.problem.heads})});
-  if (!info.key_parameter.empty())
-    gradients.push_back({info.key_parameter, io::Array(d.beta, {job.problem.kv_heads})});
+  for (const ParameterInfo& parameter : variant_info(job.variant).parameters)
+    gradients.push_back(
+        {parameter.name, io::Array(of_role(parameter.role, d), {parameter.heads(job.problem)})});
   return gradients;
 }
 
-/// What has members o, q, k, v, alpha and beta: o alone where there is no cotangent.
+/// What also has a member o: o alone where there is no cotangent.
 template <class Set>
 Results results_of(const Job& job, const Set& set) {
   Results results{o_of(job, set.o), {}, {}};
@@ -72,7 +147,8 @@ Results results_of(const Job& job, const Set& set) {
 }
 
 Results reference_of(const Job& job, const DenseJob& dense) {
-  Results results{o_of(job, reference::forward(job.problem, dense.settings, dense.tensors)), {}, {}};
+  Results results{
+      o_of(job, reference::forward(job.problem, dense.settings, dense.tensors)), {}, {}};
   if (job.d_o != nullptr)
     results.gradients = gradients_of(
         job, reference::backward(job.problem, dense.settings, dense.tensors, dense.cotangent));
@@ -116,8 +192,20 @@ Results compute_reference(const Job& job) { return reference_of(job, DenseJob(jo
 RoundedReference compute_rounded_reference(const Job& job, Scalar scalar) {
   return with_effects(job, [&](const DenseJob& dense) {
     const double unit = scalar == Scalar::f16 ? 0x1p-11 : 0x1p-8;
-    return reference::rounded_output_effects(job.problem, dense.settings, dense.tensors,
-                                             dense.cotangent, unit, least_step(scalar, "o") / 2);
+    const auto effects_on = [&](const reference::Tensors<double>& tensors) {
+      return reference::rounded_output_effects(job.problem, dense.settings, tensors,
+                                               dense.cotangent, unit, least_step(scalar, "o") / 2);
+    };
+    auto effects = effects_on(dense.tensors);
+    if (job.settings.flag("center_v", false)) {
+      // gradients are computed from the o of centred values, which is stored beside the whole
+      reference::Tensors<double> centred = dense.tensors;
+      centred.v = centred_values(job, dense);
+      auto kept = effects_on(centred);
+      kept.o = std::move(effects.o);
+      return kept;
+    }
+    return effects;
   });
 }
 
@@ -126,8 +214,9 @@ RoundedReference compute_conditioned_reference(const Job& job, Scalar scalar) {
     auto magnitudes =
         reference::magnitudes(job.problem, dense.settings, dense.tensors, dense.cotangent);
     const double unit = conditioned_roundings * (scalar == Scalar::f64 ? 0x1p-53 : 0x1p-24);
-    for (auto* values : {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v,
-                         &magnitudes.alpha, &magnitudes.beta})
+    for (auto* values :
+         {&magnitudes.o, &magnitudes.q, &magnitudes.k, &magnitudes.v, &magnitudes.alpha,
+          &magnitudes.beta, &magnitudes.constant, &magnitudes.score_scale})
       for (double& value : *values) value *= unit;
     return magnitudes;
   });

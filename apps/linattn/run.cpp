@@ -26,6 +26,7 @@ struct RunOptions {
   std::string output;
   std::string variant;
   ConfigOptions config;
+  bool max_norm_sees_future = false;
   ExecutionOptions execution;
   bool backward = false;
   bool state = false;
@@ -47,6 +48,7 @@ io::TensorFile read_input(const RunOptions& options) {
   read.config = options.config.values();
   io::TensorFile file = io::TensorFile::read(options.input, read);
   require_supported(file, options.backward ? Use::forward_and_backward : Use::forward);
+  if (options.max_norm_sees_future) require_norms(file.variant());
   return file;
 }
 
@@ -72,9 +74,7 @@ Execution execution_of(const RunOptions& options, io::ElementType stored) {
 
 /// A gradient as it is stored: that of a parameter in the form in which the parameter was given.
 io::Array stored_form(const io::TensorFile& file, const NamedArray& gradient) {
-  const VariantInfo& info = variant_info(file.variant());
-  const bool is_parameter =
-      gradient.name == info.query_parameter || gradient.name == info.key_parameter;
+  const bool is_parameter = variant_info(file.variant()).parameter(gradient.name) != nullptr;
   return is_parameter && is_given_once(file, gradient.name) ? sum_over_heads(gradient.array)
                                                             : gradient.array;
 }
@@ -109,9 +109,10 @@ void write_output(const RunOptions& options, const io::TensorFile& file, const R
   write_settings(options, file, writer);
   writer.write("/output/o", converted(results.o, scalar));
   if (results.state) {
-    writer.write("/output/state/S", converted(results.state->S, scalar));
-    writer.write("/output/state/z", converted(results.state->z, scalar));
+    for (const NamedArray& sum : results.state->sums())
+      writer.write("/output/state/" + sum.name, converted(sum.array, scalar));
     if (results.state->shift) writer.write("/output/state/shift", *results.state->shift);
+    if (results.state->m) writer.write("/output/state/m", *results.state->m);
   }
   for (const NamedArray& gradient : results.gradients)
     writer.write("/output_grad/" + gradient.name, converted(stored_form(file, gradient), scalar));
@@ -139,19 +140,33 @@ std::vector<Comparison> check(const io::TensorFile& file, const Job& job, const 
   return comparisons;
 }
 
+/// Parameters, and what else is not as it would be if nobody had said anything.
 std::string settings_text(const Job& job) {
-  std::string text = job.variant + (job.causal ? ", causal" : ", full") +
-                     (job.normalise ? ", normalised" : ", not normalised");
-  if (!job.normalise) text += ", scale " + number(job.scale);
+  std::string text = job.variant + (job.causal() ? ", causal" : ", full") +
+                     (job.normalise() ? ", normalised" : ", not normalised");
   const VariantInfo& info = variant_info(job.variant);
-  const auto parameter = [&](const std::string& name, const std::vector<double>& values) {
-    if (values.empty()) return;
-    const auto [low, high] = std::minmax_element(values.begin(), values.end());
-    text += ", " + name + " " + number(*low);
+  for (std::size_t i = 0; i < info.parameters.size(); ++i) {
+    const auto [low, high] =
+        std::minmax_element(job.parameters[i].begin(), job.parameters[i].end());
+    if (job.parameters[i].empty()) continue;
+    text += ", " + info.parameters[i].name + " " + number(*low);
     if (*low != *high) text += " to " + number(*high);
-  };
-  parameter(info.query_parameter, job.query_parameter);
-  parameter(info.key_parameter, job.key_parameter);
+  }
+  for (const io::AttributeSpec& spec : supported_settings(job.variant)) {
+    const std::string name(spec.name);
+    const bool is_said = name == "causal" || name == "normalise" || info.parameter(name) != nullptr;
+    // the output is multiplied where rows are not divided, and nowhere else
+    const bool is_idle = name == "scale" && job.normalise();
+    if (is_said || is_idle || !job.settings.has(name)) continue;
+    const io::Value& value = job.settings.values().at(name);
+    const auto standard = io::default_of(spec, job.settings.values(), job.problem.d);
+    if (name != "scale" && standard && value == *standard) continue;
+    text += ", " + name + " ";
+    text += value.is_string() ? value.as_string()
+            : value.is_real() ? number(value.as_double())
+                              : value.to_string();
+  }
+  if (job.max_norm_sees_future) text += ", norms that see the future";
   if (job.key_mask != nullptr) text += ", key mask";
   if (job.cu_seqlens_q != nullptr)
     text += ", " + std::to_string(job.problem.members) + " packed sequences";
@@ -212,14 +227,14 @@ class Report {
     json["ignored"] = m_file.ignored();
     json["variant"] = m_job.variant;
     json["problem"] = to_json(m_job.problem);
-    json["causal"] = m_job.causal;
-    json["normalise"] = m_job.normalise;
-    json["scale"] = m_job.scale;
-    const VariantInfo& info = variant_info(m_job.variant);
+    json["causal"] = m_job.causal();
+    json["normalise"] = m_job.normalise();
+    json["scale"] = m_job.settings.real("scale", 1);
     json["parameters"] = Json::object();
-    if (!info.query_parameter.empty())
-      json["parameters"][info.query_parameter] = m_job.query_parameter;
-    if (!info.key_parameter.empty()) json["parameters"][info.key_parameter] = m_job.key_parameter;
+    for (const ParameterInfo& parameter : variant_info(m_job.variant).parameters)
+      json["parameters"][parameter.name] = m_job.per_head(parameter);
+    json["settings"] = to_json(m_job.settings);
+    json["max_norm_sees_future"] = m_job.max_norm_sees_future;
     json["key_mask"] = m_job.key_mask != nullptr;
     json["packed_sequences"] = m_job.cu_seqlens_q != nullptr ? m_job.problem.members : 0;
     json["initial_state"] = m_job.state.has_value();
@@ -266,7 +281,7 @@ ExitStatus run(const RunOptions& options) {
   const JsonOutput json(options.json, {options.input, options.output});
   const io::TensorFile file = read_input(options);
   const Execution execution = execution_of(options, file.q().type());
-  Job whole = make_job(file, options.backward);
+  Job whole = make_job(file, options.backward, options.max_norm_sees_future);
   whole.wants_state = options.state;
   const auto round = [&] {
     try {
@@ -322,6 +337,7 @@ void add_run(CLI::App& app, Action& action) {
                    "One of " + variant_names() + " (default: the file's)")
       ->type_name("NAME");
   options->config.add_to(*command);
+  add_max_norm_option(*command, options->max_norm_sees_future);
   command->add_flag("--backward", options->backward, "Also the gradients, given /cotangent/o")
       ->disable_flag_override();
   command->add_flag("--state", options->state, "Also the state after the last key")

@@ -23,6 +23,7 @@ constexpr const char* program = "linattn verify";
 struct VerifyOptions {
   std::vector<std::string> files;
   ExecutionOptions execution;
+  bool max_norm_sees_future = false;
   bool brief = false;
   std::string json;
 };
@@ -35,7 +36,9 @@ struct Row {
   Comparison comparison;
 
   /// How much of the tolerance was used; above 1 (or not a number) is a failure.
-  double share() const { return comparison.error / comparison.tolerance; }
+  double share() const {
+    return comparison.error == 0 ? 0 : comparison.error / comparison.tolerance;
+  }
 };
 
 /// A precision in which a file cannot be verified, and why.
@@ -125,8 +128,8 @@ class Comparer {
   /// States of one value can have different exponents: both go to the larger one.
   void add_state(const HostState& expected, const HostState& found,
                  const io::Tolerances& tolerances) {
-    const auto add_part = [&](const char* name, io::Array x, io::Array y) {
-      const std::string dataset = std::string("/expected/state/") + name;
+    const auto add_part = [&](const std::string& name, io::Array x, io::Array y) {
+      const std::string dataset = "/expected/state/" + name;
       if (!m_file.has(dataset)) return;
       if (expected.shift) {
         const io::Array common = larger_shift(*expected.shift, *found.shift);
@@ -135,8 +138,11 @@ class Comparer {
       }
       add(dataset, name, x, y, tolerances);
     };
-    add_part("S", expected.S, found.S);
-    add_part("z", expected.z, found.z);
+    const std::vector<NamedArray> sums = expected.sums(), found_sums = found.sums();
+    for (std::size_t i = 0; i < sums.size(); ++i)
+      add_part(sums[i].name, sums[i].array, found_sums[i].array);
+    if (const char* counts = "/expected/state/m"; m_file.has(counts))
+      add(counts, compare("m", *expected.m, *found.m, 0));  // numbers of keys are exact
   }
 
   void add_gradient(const std::string& name, const Results& results) {
@@ -192,7 +198,7 @@ Verification verify_file(const io::TensorFile& file, const VerifyOptions& option
     throw InvalidArgument(file.file().string() +
                           ": /expected/o: expected a dataset to verify against, found nothing");
   require_supported(file, Use::verify);
-  Job job = make_job(file, gradients);
+  Job job = make_job(file, gradients, options.max_norm_sees_future);
   job.wants_state = states;
   Verification result;
   const std::string& dtype = options.execution.dtype;
@@ -328,6 +334,7 @@ ExitStatus verify(const VerifyOptions& options) {
       entry["variant"] = file.variant();
       entry["problem"] = to_json(file.problem());
       entry["causal"] = file.causal();
+      entry["settings"] = to_json(Settings(file.config().values()));
       entry["comparisons"] = Json::array();
       for (const Row& row : result.rows) entry["comparisons"].push_back(row_json(row));
       entry["skipped"] = Json::array();
@@ -377,6 +384,7 @@ void add_verify(CLI::App& app, Action& action) {
   command->add_option("FILE.h5", options->files, "Files with /expected or /expected_grad")
       ->required();
   options->execution.add_to(*command, "all", "all");
+  add_max_norm_option(*command, options->max_norm_sees_future);
   command->add_flag(
       "--brief", options->brief,
       "Show of each file only what failed and the comparison nearest to its tolerance");

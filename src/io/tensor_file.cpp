@@ -175,6 +175,16 @@ class TensorFileParser {
     return all;
   }
 
+  AttributeSpec known_attribute(const std::string& name) const {
+    if (m_variant != nullptr) return attribute_of(*m_variant, name);
+    const auto attributes = known_attributes(nullptr);
+    const auto spec = find_spec(attributes, name);
+    if (spec == attributes.end())
+      throw InvalidArgument("expected one of " + list_names(attributes) +
+                            ", found an unknown option");
+    return *spec;
+  }
+
   std::vector<DatasetSpec> known_config_datasets(const VariantSpec* variant) const {
     std::vector<DatasetSpec> all;
     for (const VariantSpec& any : variant_table())
@@ -196,6 +206,14 @@ class TensorFileParser {
 
   static bool is_common(std::string_view name) {
     return name == "causal" || name == "normalise" || name == "scale";
+  }
+
+  /// Whether the name means the same to both variants.
+  static bool is_shared(std::string_view name, const VariantSpec* one, const VariantSpec* other) {
+    const auto redefines = [&](const VariantSpec* variant) {
+      return variant != nullptr && has_spec(variant->attributes, name);
+    };
+    return is_common(name) && !redefines(one) && !redefines(other);
   }
 
   std::string for_variant(const VariantSpec* variant) const {
@@ -220,7 +238,7 @@ class TensorFileParser {
         // Without a variant a name may mean different things; only what all share can be checked.
         if (owner != nullptr || is_common(name))
           value = checked(*spec, value, attribute_path(config_group, name));
-        if (same || is_common(name))
+        if (same || is_shared(name, owner, m_variant))
           values[name] = value;
         else
           m_result.m_ignored.push_back(attribute_path(config_group, name));
@@ -275,16 +293,10 @@ class TensorFileParser {
     else if (has_moments() && (given.contains("alpha") || given.contains("beta")))
       for (const char* name : {"moments", "moments_scope"}) drop(name);
 
-    const auto attributes = known_attributes(m_variant);
     for (const auto& [name, value] : given) {
-      const auto spec = find_spec(attributes, name);
-      if (spec == attributes.end())
-        throw InvalidArgument(detail::message("option '", name, "': expected one of ",
-                                              list_names(attributes), for_variant(m_variant),
-                                              ", found an unknown option"));
       drop(name);
       try {
-        values[name] = coerce(*spec, value);
+        values[name] = coerce(known_attribute(name), value);
       } catch (const InvalidArgument& error) {
         throw InvalidArgument(detail::message("option '", name, "': ", error.what()));
       }
@@ -298,7 +310,6 @@ class TensorFileParser {
 
   void fill_defaults() {
     Config& config = m_result.m_config;
-    const double d = static_cast<double>(m_result.m_problem.d);
     if (m_variant == nullptr) {
       if (!config.has("causal")) config.m_values["causal"] = 0;
       return;
@@ -310,33 +321,9 @@ class TensorFileParser {
     for (const AttributeSpec& spec : attributes_of(*m_variant)) {
       const std::string name(spec.name);
       if (config.has(name)) continue;
-      Value& value = config.m_values[name];
-      switch (spec.default_rule) {
-        case DefaultRule::none:
-          config.m_values.erase(name);
-          break;
-        case DefaultRule::value:
-          value = coerce(spec, spec.default_value);
-          break;
-        case DefaultRule::first_choice:
-          value = spec.choices[0];
-          break;
-        case DefaultRule::feature_extent:
-          value = m_result.m_problem.d;
-          break;
-        case DefaultRule::inverse_sqrt_d:
-          value = 1.0 / std::sqrt(d);
-          break;
-        case DefaultRule::affine_scale:
-          value = affine_scale(config, d);
-          break;
-      }
+      if (auto value = default_of(spec, config.m_values, m_result.m_problem.d))
+        config.m_values[name] = *std::move(value);
     }
-  }
-
-  double affine_scale(const Config& config, double d) const {
-    const bool bare = config.has("qk_norm") && config.text("qk_norm") == "none";
-    return bare ? 1.0 / std::sqrt(d) : 1.0;
   }
 
   // ---- datasets ----

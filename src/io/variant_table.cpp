@@ -45,11 +45,11 @@ constexpr AttributeSpec affine_attributes[] = {
     {"b", Kind::real, Rule::value, 1, d},
     {scale, Kind::real, Rule::affine_scale, 0, d},
     {"qk_norm", Kind::choice, Rule::first_choice, 0, !d, 0, {"l2", "none", "max"}},
-    {"norm_eps", Kind::real, Rule::value, 1e-6},
+    {"norm_eps", Kind::real, Rule::value, 1e-6, !d, 0},
     {"small_g", Kind::choice, Rule::first_choice, 0, !d, 0, {"check", "clamp", "ignore"}},
-    {"g_min", Kind::real, Rule::value, 1e-6},
+    {"g_min", Kind::real, Rule::value, 1e-6, !d, 0},
     {"center_v", Kind::flag, Rule::value, 0},
-    {"dropout_p", Kind::real, Rule::value, 0},
+    {"dropout_p", Kind::real, Rule::value, 0, !d, 0},
     {"seed", Kind::counter, Rule::value, 0},
     {"offset", Kind::counter, Rule::value, 0},
 };
@@ -156,24 +156,32 @@ Number parse_number(const AttributeSpec& spec, std::string_view text) {
   Number number{};
   const char* const end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, number);
-  if (error != std::errc() || stop != end) fail(spec, detail::message("'", text, "'"));
+  if (error != std::errc() || stop != end || !std::isfinite(static_cast<double>(number)))
+    fail(spec, detail::message("'", text, "'"));
   return number;
+}
+
+bool is_bounded(const AttributeSpec& spec) {
+  return spec.minimum != std::numeric_limits<std::int64_t>::min();
+}
+
+double inverse_sqrt(std::int64_t n) {
+  return n > 0 ? 1.0 / std::sqrt(static_cast<double>(n)) : 1.0;
 }
 
 }  // namespace
 
 std::string AttributeSpec::expectation() const {
+  const std::string bound = is_bounded(*this) ? " >= " + std::to_string(minimum) : "";
   switch (kind) {
     case Kind::flag:
       return "0 or 1";
     case Kind::integer:
-      return minimum == std::numeric_limits<std::int64_t>::min()
-                 ? "an integer"
-                 : "an integer >= " + std::to_string(minimum);
+      return "an integer" + bound;
     case Kind::counter:
       return "an integer from 0 to 2^64 - 1";
     case Kind::real:
-      return "a finite number";
+      return "a finite number" + bound;
     case Kind::choice: {
       std::string text = "one of ";
       for (const std::string_view choice : choices) {
@@ -223,6 +231,39 @@ std::vector<AttributeSpec> attributes_of(const VariantSpec& variant) {
   return result;
 }
 
+AttributeSpec attribute_of(const VariantSpec& variant, std::string_view name) {
+  std::string names;
+  for (const AttributeSpec& spec : attributes_of(variant)) {
+    if (spec.name == name) return spec;
+    if (!names.empty()) names += ", ";
+    names += spec.name;
+  }
+  throw InvalidArgument(
+      detail::message("variant ", variant.name, " has no ", name, "; it has ", names));
+}
+
+std::optional<Value> default_of(const AttributeSpec& spec,
+                                const std::map<std::string, Value>& given, std::int64_t d) {
+  switch (spec.default_rule) {
+    case Rule::none:
+      break;
+    case Rule::value:
+      return coerce(spec, spec.default_value);
+    case Rule::first_choice:
+      return spec.choices[0];
+    case Rule::feature_extent:
+      return d;
+    case Rule::inverse_sqrt_d:
+      return inverse_sqrt(d);
+    case Rule::affine_scale: {
+      const auto norm = given.find("qk_norm");
+      const bool bare = norm != given.end() && norm->second == Value("none");
+      return bare ? inverse_sqrt(d) : 1.0;
+    }
+  }
+  return {};
+}
+
 Value coerce(const AttributeSpec& spec, const Value& value) {
   if (value.is_string() != (spec.kind == Kind::choice)) fail(spec, value.to_string());
   switch (spec.kind) {
@@ -241,7 +282,9 @@ Value coerce(const AttributeSpec& spec, const Value& value) {
     case Kind::counter:
       return value.as_uint64();
     case Kind::real:
-      if (!std::isfinite(value.as_double())) fail(spec, value.to_string());
+      if (!std::isfinite(value.as_double()) ||
+          (is_bounded(spec) && value.as_double() < static_cast<double>(spec.minimum)))
+        fail(spec, value.to_string());
       return value.as_double();
     case Kind::choice:
       for (const std::string_view choice : spec.choices)

@@ -22,11 +22,9 @@ TEST_F(Info, TellsTheConfiguration) {
                                 std::to_string(KOKKOS_VERSION / 100 % 100) + "." +
                                 std::to_string(KOKKOS_VERSION % 100));
   EXPECT_EQ(json["environment"]["OMP_NUM_THREADS"], "2");
-  EXPECT_EQ(json["variants"].size(), 5u);
-  for_each_variant([&]<class V>(std::type_identity<V>) {
-    EXPECT_NE(std::find(json["variants"].begin(), json["variants"].end(), V::name),
-              json["variants"].end());
-  });
+  std::vector<std::string> names;
+  for_each_variant([&]<class V>(std::type_identity<V>) { names.emplace_back(V::name); });
+  EXPECT_EQ(json["variants"], names);
   std::vector<std::string> spaces;
   for (const auto& space : json["spaces"]) {
     spaces.push_back(space["name"]);

@@ -138,12 +138,14 @@ TEST_F(Refusals, MissingVariant) {
 TEST_F(Refusals, OptionOfAnotherVariant) {
   small_input().write(file("in.h5"));
   EXPECT_TRUE(complained(run({"run", file("in.h5"), file("out.h5"), "--alpha", "0.5"}), 2,
-                         {"alpha", "elu"}));
+                         {"option 'alpha': variant elu has no alpha"}));
   EXPECT_TRUE(complained(run({"run", file("in.h5"), file("out.h5"), "--variant", "lln"}), 2,
                          {"alpha", "--alpha", "lln"}));
   EXPECT_TRUE(complained(
       run({"generate", file("out.h5"), "--nq", "3", "--d", "2", "--variant", "elu", "--beta", "1"}),
-      2, {"--beta", "elu"}));
+      2, {"--beta: variant elu has no beta"}));
+  EXPECT_TRUE(complained(run({"generate", file("out.h5"), "--nq", "3", "--d", "2", "--alpha", "1"}),
+                         2, {"--alpha: expected a variant that has alpha, found none"}));
   EXPECT_EQ(files(), Strings{"in.h5"});
 }
 
@@ -173,7 +175,7 @@ TEST_F(Refusals, Unsupported) {
   moments.attributes["/config"]["moments"] = "fit";
   expect_refused(moments, {"moments", "does not"});
 
-  for (const char* variant : {"affine", "softmax", "lln-diag"}) {
+  for (const char* variant : {"softmax", "lln-diag"}) {
     Contents contents = small_input();
     contents.attributes["/"]["variant"] = variant;
     contents.datasets.at("/inputs/q") = ramp({2, 4, 5, 2});

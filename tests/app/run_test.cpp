@@ -184,16 +184,7 @@ TEST_F(Run, StateGoesOutAndIn) {
     for (const auto& [path, array] : original.datasets) {
       if (path.starts_with("/config/")) contents.datasets.emplace(path, array);
       if (path != "/inputs/q" && path != "/inputs/k" && path != "/inputs/v") continue;
-      Extents extents = array.extents();
-      const std::int64_t n = extents[2], row = extents[3];
-      extents[2] = end - begin;
-      io::Array piece(io::ElementType::f64, extents);
-      const auto from = array.values<double>();
-      const auto to = piece.values<double>();
-      for (std::int64_t head = 0; head < extents[0] * extents[1]; ++head)
-        std::copy_n(from.begin() + (head * n + begin) * row, extents[2] * row,
-                    to.begin() + head * extents[2] * row);
-      contents.datasets.emplace(path, piece);
+      contents.datasets.emplace(path, tokens(array, begin, end));
     }
     return contents;
   };

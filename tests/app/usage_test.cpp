@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
+#include <algorithm>
+#include <linattn/io/variant_table.hpp>
+#include <linattn/variants.hpp>
 #include <string>
 #include <vector>
 
@@ -21,10 +24,34 @@ TEST(Usage, HelpAndVersion) {
   }
   EXPECT_EQ(run({"--version"}).out.rfind("linattn ", 0), 0u);
   const std::string help = run({"run", "--help"}).out;
-  for (const char* option : {"--variant", "--causal", "--full", "--backward", "--dtype", "--space",
-                             "--alpha", "--beta", "--normalise", "--no-normalise", "--scale",
-                             "--chunk", "--segments", "--tiles", "--check", "--repeat", "--json"})
+  for (const char* option :
+       {"--variant", "--causal", "--full", "--backward", "--dtype", "--space", "--alpha", "--beta",
+        "--normalise", "--no-normalise", "--scale", "--chunk", "--segments", "--tiles", "--check",
+        "--repeat", "--json", "--max-norm-sees-future"})
     EXPECT_NE(help.find(option), std::string::npos) << option;
+}
+
+/// The layout's table is where options come from.
+TEST(Usage, EverySettingIsAnOption) {
+  const std::string run_help = run({"run", "--help"}).out,
+                    generate_help = run({"generate", "--help"}).out;
+  int count = 0;
+  for_each_variant([&]<class V>(std::type_identity<V>) {
+    for (const io::AttributeSpec& spec : io::attributes_of(io::variant_spec(V::name))) {
+      std::string option = "\n  --" + std::string(spec.name);
+      std::replace(option.begin(), option.end(), '_', '-');
+      const bool supported = !option.starts_with("\n  --moments");
+      EXPECT_EQ(run_help.find(option + " ") != std::string::npos, supported) << option;
+      EXPECT_NE(generate_help.find(option + " ") != std::string::npos, !supported) << option;
+      ++count;
+    }
+  });
+  EXPECT_GT(count, 25);
+  for (const std::string& help : {run_help, generate_help})
+    for (const char* text : {"one of l2, none, max (affine, default l2)", "--no-center-v", "--full",
+                             "--no-normalise", "(affine, default 1e-06)", "(lln)"})
+      EXPECT_NE(help.find(text), std::string::npos) << text;
+  EXPECT_NE(generate_help.find("--dropout-seed "), std::string::npos);
 }
 
 struct Misuse {
@@ -87,6 +114,47 @@ INSTANTIATE_TEST_SUITE_P(
         Misuse{"alpha_infinite",
                {"run", "a.h5", "b.h5", "--alpha", "inf"},
                {"--alpha", "finite", "'inf'"}},
+        Misuse{"qk_norm_unknown",
+               {"run", "a.h5", "b.h5", "--qk-norm", "l3"},
+               {"--qk-norm", "one of l2, none, max", "'l3'"}},
+        Misuse{"small_g_unknown",
+               {"run", "a.h5", "b.h5", "--small-g", "warn"},
+               {"--small-g", "one of check, clamp, ignore", "'warn'"}},
+        Misuse{"norm_eps_negative",
+               {"run", "a.h5", "b.h5", "--norm-eps", "-1"},
+               {"--norm-eps", "a finite number >= 0", "-1"}},
+        Misuse{"g_min_negative",
+               {"run", "a.h5", "b.h5", "--g-min", "-1e-9"},
+               {"--g-min", "a finite number >= 0", "-1e-09"}},
+        Misuse{"dropout_negative",
+               {"run", "a.h5", "b.h5", "--dropout-p", "-0.1"},
+               {"--dropout-p", "a finite number >= 0", "-0.1"}},
+        Misuse{"dropout_nan",
+               {"generate", "a.h5", "--nq", "3", "--d", "3", "--dropout-p", "nan"},
+               {"--dropout-p", "a finite number >= 0", "'nan'"}},
+        Misuse{"seed_negative",
+               {"run", "a.h5", "b.h5", "--seed", "-1"},
+               {"--seed", "from 0 to 2^64 - 1", "'-1'"}},
+        Misuse{"seed_too_large",
+               {"run", "a.h5", "b.h5", "--seed", "18446744073709551616"},
+               {"--seed", "from 0 to 2^64 - 1", "'18446744073709551616'"}},
+        Misuse{"offset_fraction",
+               {"run", "a.h5", "b.h5", "--offset", "1.5"},
+               {"--offset", "from 0 to 2^64 - 1", "'1.5'"}},
+        Misuse{"a_infinite", {"run", "a.h5", "b.h5", "--a", "inf"}, {"--a", "finite", "'inf'"}},
+        Misuse{"center_and_not",
+               {"run", "a.h5", "b.h5", "--center-v", "--no-center-v"},
+               {"--center-v", "--no-center-v"}},
+        Misuse{"center_with_a_value",
+               {"run", "a.h5", "b.h5", "--center-v=2"},
+               {"center-v", "override"}},
+        Misuse{"moments_are_not_supported",
+               {"run", "a.h5", "b.h5", "--moments", "fit"},
+               {"--moments"}},
+        Misuse{"generated_setting_of_another_variant",
+               {"generate", "a.h5", "--nq", "3", "--d", "3", "--variant", "lln", "--dropout-seed",
+                "1"},
+               {"--dropout-seed: variant lln has no seed"}},
         Misuse{"extent_negative",
                {"generate", "a.h5", "--nq", "-3", "--d", "3"},
                {"--nq", "integer", "'-3'"}},
@@ -104,7 +172,8 @@ TEST(Usage, SpaceOfAnotherBuild) {
 
 }  // namespace
 TEST(Usage, NamesAnUnknownSubcommand) {
-  EXPECT_TRUE(complained(run({"frob"}), 2, {"unknown subcommand 'frob'", "run, verify, generate, info"}));
+  EXPECT_TRUE(
+      complained(run({"frob"}), 2, {"unknown subcommand 'frob'", "run, verify, generate, info"}));
   EXPECT_TRUE(complained(run({}), 2, {"subcommand is required"}));
 }
 

@@ -337,8 +337,8 @@ TEST_F(TensorFileTest, OptionsOverrideTheFile) {
   };
   EXPECT_EQ(option_refusal({{"causal", 3}}), "option 'causal': expected 0 or 1, found 3");
   EXPECT_EQ(option_refusal({{"window", 3}}),
-            "option 'window': expected one of causal, normalise, scale, alpha, beta, moments, "
-            "moments_scope for variant lln, found an unknown option");
+            "option 'window': variant lln has no window; it has causal, normalise, scale, alpha, "
+            "beta, moments, moments_scope");
   EXPECT_EQ(option_refusal({{"alpha", 3}, {"moments", "fit"}}),
             "option 'moments': expected either moments or alpha and beta, found both");
 }
@@ -364,6 +364,15 @@ TEST_F(TensorFileTest, AnotherVariantKeepsOnlyWhatAllVariantsShare) {
   lln.variant = "lln";
   lln.config("alpha", 1);
   EXPECT_FALSE(read(lln, {.variant = "elu"}).config().has("alpha"));
+
+  // A scale of the scores is none of the output.
+  content.variant = "elu";
+  const TensorFile affine = read(content, {.variant = "affine"});
+  EXPECT_EQ(affine.config().real("scale"), 1.0);
+  EXPECT_EQ(affine.ignored(),
+            (std::vector<std::string>{"attribute 'scale' of /config", "/expected"}));
+  content.variant = "affine";
+  EXPECT_EQ(read(content, {.variant = "elu"}).config().real("scale"), 1.0);
 }
 
 // ---- tensors ----

@@ -51,6 +51,30 @@ TEST(VariantTable, DefaultsOfTheLayout) {
   EXPECT_EQ(attribute("lavo", "window").default_value, 128);
 }
 
+TEST(VariantTable, DefaultsBesideWhatIsGiven) {
+  const auto of = [](const char* variant, const char* name,
+                     const std::map<std::string, Value>& given, std::int64_t d) {
+    return default_of(attribute(variant, name), given, d).value_or("nothing");
+  };
+  EXPECT_EQ(of("affine", "scale", {}, 16), Value(1.0));
+  EXPECT_EQ(of("affine", "scale", {{"qk_norm", "max"}}, 16), Value(1.0));
+  EXPECT_EQ(of("affine", "scale", {{"qk_norm", "none"}}, 16), Value(0.25));
+  EXPECT_EQ(of("affine", "scale", {{"qk_norm", "none"}}, 0), Value(1.0));
+  EXPECT_EQ(of("softmax", "scale", {}, 4), Value(0.5));
+  EXPECT_EQ(of("lln-diag", "block", {}, 12), Value(12));
+  EXPECT_EQ(of("affine", "small_g", {}, 1), Value("check"));
+  EXPECT_EQ(of("affine", "seed", {}, 1), Value(0));
+  EXPECT_EQ(of("identity", "normalise", {}, 1), Value(0));
+  EXPECT_EQ(of("lln", "alpha", {}, 1), Value("nothing"));
+}
+
+TEST(VariantTable, AttributesByName) {
+  EXPECT_EQ(attribute_of(variant_spec("affine"), "scale").default_rule, DefaultRule::affine_scale);
+  EXPECT_EQ(attribute_of(variant_spec("elu"), "scale").default_rule, DefaultRule::value);
+  EXPECT_EQ(message_of<InvalidArgument>([] { attribute_of(variant_spec("elu"), "qk_norm"); }),
+            "variant elu has no qk_norm; it has causal, normalise, scale");
+}
+
 TEST(VariantTable, CoercesWhatMeansTheSame) {
   EXPECT_EQ(coerce(attribute("elu", "causal"), true), Value(1));
   EXPECT_EQ(coerce(attribute("elu", "causal"), 0.0), Value(0));
@@ -71,6 +95,11 @@ TEST(VariantTable, RefusesWhatDoesNot) {
             "expected a finite number, found nan");
   EXPECT_EQ(refusal("lavo", "window", 0), "expected an integer >= 1, found 0");
   EXPECT_EQ(refusal("lavo", "window", 2.5), "expected an integer >= 1, found 2.5");
+  for (const char* name : {"norm_eps", "g_min", "dropout_p"}) {
+    EXPECT_EQ(refusal("affine", name, -0.1), "expected a finite number >= 0, found -0.1");
+    EXPECT_EQ(coerce(attribute("affine", name), 0), Value(0.0));
+  }
+  EXPECT_EQ(coerce(attribute("affine", "a"), -1e300), Value(-1e300));
   EXPECT_EQ(refusal("affine", "seed", -1), "expected an integer from 0 to 2^64 - 1, found -1");
   EXPECT_EQ(refusal("affine", "qk_norm", "l3"), "expected one of l2, none, max, found 'l3'");
   EXPECT_EQ(refusal("affine", "qk_norm", ""), "expected one of l2, none, max, found ''");
@@ -90,7 +119,7 @@ TEST(VariantTable, ParsesText) {
   EXPECT_EQ(refusal("elu", "causal", "yes"), "expected 0 or 1, found 'yes'");
   EXPECT_EQ(refusal("elu", "scale", "1.0x"), "expected a finite number, found '1.0x'");
   EXPECT_EQ(refusal("elu", "scale", ""), "expected a finite number, found ''");
-  EXPECT_EQ(refusal("elu", "scale", "inf"), "expected a finite number, found inf");
+  EXPECT_EQ(refusal("elu", "scale", "inf"), "expected a finite number, found 'inf'");
   EXPECT_EQ(refusal("affine", "seed", "-1"), "expected an integer from 0 to 2^64 - 1, found '-1'");
   EXPECT_EQ(refusal("lln", "moments", "guess"),
             "expected one of authors, table, fit, entropy, found 'guess'");

@@ -24,8 +24,8 @@ inline constexpr const char* schema_name = "linattn-1";
 struct ReadOptions {
   ReadLimits limits{};
   /// Variant to use instead of the file's; empty: the file's. With another variant than the file's
-  /// only `causal`, `normalise` and `scale` of /config are kept, and states and expected results,
-  /// which belong to the file's variant, are left out.
+  /// only `causal`, `normalise` and, unless one of them has a `scale` of its own, `scale` of /config
+  /// are kept, and states and expected results, which belong to the file's variant, are left out.
   std::string variant{};
   /// Attributes of /config to use instead of the file's, by name. `alpha` or `beta` replaces
   /// `moments` and `moments` replaces both.

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <limits>
 #include <linattn/io/value.hpp>
+#include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -22,7 +24,7 @@ enum class AttributeKind {
   flag,     ///< 0 or 1
   integer,  ///< int64, not below AttributeSpec::minimum
   counter,  ///< 64 unsigned bits
-  real,     ///< finite
+  real,     ///< finite, not below AttributeSpec::minimum
   choice    ///< one of AttributeSpec::choices
 };
 
@@ -32,8 +34,8 @@ enum class DefaultRule {
   value,           ///< AttributeSpec::default_value
   first_choice,    ///< the first of AttributeSpec::choices
   feature_extent,  ///< D
-  inverse_sqrt_d,  ///< 1 / sqrt(D)
-  affine_scale     ///< 1 / sqrt(D) if qk_norm is "none", else 1
+  inverse_sqrt_d,  ///< 1 / sqrt(D); 1 if D = 0
+  affine_scale     ///< the same if qk_norm is "none", else 1
 };
 
 /// One attribute of /config.
@@ -46,7 +48,8 @@ struct AttributeSpec {
   std::int64_t minimum = std::numeric_limits<std::int64_t>::min();
   std::array<std::string_view, 4> choices{};  ///< unused ones are empty
 
-  /// "0 or 1", "an integer >= 1", "one of l2, none, max": what a message says was expected.
+  /// "0 or 1", "an integer >= 1", "a finite number", "one of l2, none, max": what a message says
+  /// was expected.
   std::string expectation() const;
 };
 
@@ -94,6 +97,15 @@ std::string variant_names();
 /// Every attribute /config may have for this variant, with its defaults: causal, normalise and
 /// scale and then the variant's own.
 std::vector<AttributeSpec> attributes_of(const VariantSpec& variant);
+
+/// The attribute of that name.
+/// \throws InvalidArgument "variant elu has no qk_norm; it has ..." if the variant has none.
+AttributeSpec attribute_of(const VariantSpec& variant, std::string_view name);
+
+/// The value that an absent attribute takes beside those that are given, in its canonical form, for
+/// D = `d`. Nothing if it stays absent.
+std::optional<Value> default_of(const AttributeSpec& spec,
+                                const std::map<std::string, Value>& given, std::int64_t d);
 
 /// Value of an attribute in its canonical form: int64 for flags and integers, a 64-bit count,
 /// double or string. \throws InvalidArgument "expected ..., found ..." if the value is not of the

@@ -55,6 +55,26 @@ io::Array ramp(const std::vector<std::int64_t>& extents) {
   return array;
 }
 
+io::Array waves(const std::vector<std::int64_t>& extents, double phase) {
+  io::Array array(io::ElementType::f64, extents);
+  const auto elements = array.values<double>();
+  for (std::size_t i = 0; i < elements.size(); ++i)
+    elements[i] = 1.5 * std::sin(phase + 1.7 * static_cast<double>(i));
+  return array;
+}
+
+io::Array tokens(const io::Array& array, std::int64_t begin, std::int64_t end) {
+  std::vector<std::int64_t> extents = array.extents();
+  const std::int64_t n = extents[2], row = extents[3], count = (end - begin) * row;
+  extents[2] = end - begin;
+  io::Array piece(io::ElementType::f64, extents);
+  const auto from = array.values<double>();
+  const auto to = piece.values<double>();
+  for (std::int64_t head = 0; head < extents[0] * extents[1]; ++head)
+    std::copy_n(from.begin() + (head * n + begin) * row, count, to.begin() + head * count);
+  return piece;
+}
+
 std::vector<double> values(const std::string& file, const std::string& path) {
   return io::Reader(file).read(path).as<double>();
 }

@@ -30,6 +30,12 @@ Contents small_input();
 /// Values that differ from element to element.
 io::Array ramp(const std::vector<std::int64_t>& extents);
 
+/// Values without a pattern, all of them different: the sines of some multiples.
+io::Array waves(const std::vector<std::int64_t>& extents, double phase);
+
+/// Tokens begin to end - 1 of an array (., ., N, .) of float64.
+io::Array tokens(const io::Array& array, std::int64_t begin, std::int64_t end);
+
 /// One dataset of a file as float64.
 std::vector<double> values(const std::string& file, const std::string& path);
 
