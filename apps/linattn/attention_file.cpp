@@ -43,10 +43,12 @@ io::Array exponents(const io::TensorFile& file, const std::string& path) {
 }
 
 const io::Array& counts(const io::TensorFile& file, const std::string& path) {
+  constexpr std::int64_t most = std::int64_t{1} << 53;
   const auto values = file.at(path).values<std::int64_t>();
   for (std::size_t i = 0; i < values.size(); ++i)
-    if (values[i] < 0)
-      refuse(file, path, "numbers of keys >= 0", detail::message(values[i], " at [", i, "]"));
+    if (values[i] < 0 || values[i] > most)
+      refuse(file, path, detail::message("numbers of keys >= 0 and <= ", most),
+             detail::message(values[i], " at [", i, "]"));
   return file.at(path);
 }
 

@@ -31,13 +31,13 @@ enum class QkNorm {
 };
 
 /// x -> rate x / rho(x), rho as QkNorm says; a norm of 0 divides by 1.
-struct NormalisedMap {
+struct RowNormMap {
   Parameter rate = 1.0;  ///< differentiable, one for each head
   double factor = 1.0;   ///< constant part of the rate
   QkNorm norm = QkNorm::l2;
   double eps = 1e-6;
 
-  /// The map of one head; see NormalisedFeatureMap.
+  /// The map of one head; see RowNormFeatureMap.
   template <class T>
   struct Bound {
     T rate;
@@ -67,7 +67,7 @@ struct Affine {
   QkNorm qk_norm = QkNorm::l2;
   double norm_eps = 1e-6;  ///< of l2
   /// A largest norm is one of the whole sequence, so under a causal mask later tokens change earlier rows: refused
-  /// unless asked for here.
+  /// unless asked for here. Refused in any case with states, whose keys were divided by another norm.
   bool max_norm_sees_future = false;
 
   double score_scale(std::int64_t d) const {
@@ -79,16 +79,17 @@ struct Affine {
     result.scale = score_scale(problem.d);
     return result;
   }
-  NormalisedMap query_map() const { return {a, scale.value_or(1.0), qk_norm, norm_eps}; }
-  NormalisedMap key_map() const { return {1.0, 1.0, qk_norm, norm_eps}; }
+  RowNormMap query_map() const { return {a, scale.value_or(1.0), qk_norm, norm_eps}; }
+  RowNormMap key_map() const { return {1.0, 1.0, qk_norm, norm_eps}; }
   Parameter constant() const { return b; }
 
-  /// \throws InvalidArgument for a = b = 0, a scale or eps that is not finite, and the largest norm where it would
+  /// \throws InvalidArgument for a = b = 0 (unchecked for values per head), a scale or eps that is not finite, and the largest norm where it would
   /// see the future: under a causal mask, and in step()
   void validate(Pass pass, bool causal) const {
-    if (!a.per_head() && !b.per_head() && a.value() == 0 && b.value() == 0)
-      throw InvalidArgument("LinAttn: affine attention needs a or b other than 0, found a = b = 0: every weight "
-                            "would be 0");
+    if (!a.per_head() && !b.per_head() && a.value() * scale.value_or(1) == 0 && b.value() == 0)
+      throw InvalidArgument(detail::message("LinAttn: affine attention needs a or b other than 0, found ",
+                                            a.value() == 0 ? "a = b = 0" : "b = 0 and a score scale of 0",
+                                            ": every weight would be 0"));
     if (scale && !(*scale - *scale == 0.0))
       throw InvalidArgument(detail::message("LinAttn: the score scale of affine attention must be finite, found ",
                                             *scale));

@@ -113,9 +113,10 @@ void backward(const ExecSpace& exec, const V& variant,
 }
 
 /// Waits for the kernels of a forward() that was given `saved` and these options, and refuses rows that divide by
-/// next to nothing. Does nothing unless `saved.smallest` is given and options.small_normaliser is check.
+/// next to nothing. Does nothing unless options.small_normaliser is check and rows are normalised. Allocates memory for
+/// the records.
 ///
-/// \throws InvalidArgument naming sequence, head, row and value where |s| / m < options.least_normaliser, s a row sum
+/// \throws InvalidArgument if `saved.smallest` is missing; naming sequence, head, row and value where |s| / m < options.least_normaliser, s a row sum
 /// and m the keys that the row sees, or where s is not finite
 template <class T, class ExecSpace>
 void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Options& options = {});
@@ -262,7 +263,10 @@ void backward(const ExecSpace& exec, const V& variant,
 
 template <class T, class ExecSpace>
 void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Options& options) {
-  if (!saved.smallest.present() || options.small_normaliser != SmallNormaliser::check) return;
+  if (options.small_normaliser != SmallNormaliser::check || !options.normalise.value_or(true)) return;
+  if (!saved.smallest.present())
+    throw InvalidArgument("LinAttn: check() reads Saved::smallest, which forward() was to be given, found nothing");
+  const detail::Region region("LinAttn::check");
   const auto& records = saved.smallest;
   const auto sequences = static_cast<std::size_t>(records.extent(0)), heads = static_cast<std::size_t>(records.extent(1));
   using Records = Kokkos::View<const NormaliserRecord**, Kokkos::LayoutStride, typename ExecSpace::memory_space,
@@ -280,8 +284,7 @@ void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Option
   for (std::size_t s = 0; s < sequences; ++s)
     for (std::size_t h = 0; h < heads; ++h) {
       const NormaliserRecord& record = host(s, h);
-      const bool smaller = !worst || (worst->ratio == worst->ratio && !(record.ratio >= worst->ratio));
-      if (record.row < 0 || !smaller) continue;
+      if (record.row < 0 || (worst && !detail::is_smaller(record, *worst))) continue;
       worst = &record;
       at_sequence = s;
       at_head = h;

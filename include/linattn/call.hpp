@@ -19,7 +19,7 @@ namespace LinAttn {
 /// sequence and key/value head: S (M,Hkv,R,Dv), z (M,Hkv,R), where M is the batch or the number of packed
 /// members. Maps with exponential growth (lln) also have shift (M,Hkv,R): the true sums are 2^shift S and
 /// 2^shift z, |shift| <= 2^24, and gradients are with respect to S and z at that shift. Variants with a constant
-/// in their weights (affine) also have t (M,Hkv,Dv), the sum of the values, and m (M), the number of keys;
+/// in their weights (affine) also have t (M,Hkv,Dv), the sum of the values, and m (M) >= 0, the number of keys;
 /// cotangents and gradients have no m.
 template <class ExecSpace, class A, class I>
 struct BasicState {
@@ -120,7 +120,7 @@ struct Options {
   bool allow_tf32 = false;
   Dropout dropout{};  ///< noise on the output, in training
   /// What becomes of row sums that nearly vanish, with the limit of |s| / m; of normalised rows, and not of lln,
-  /// whose row sums cannot vanish.
+  /// whose row sums cannot vanish. To clamp or record those of calls with states, states must have m (affine).
   SmallNormaliser small_normaliser = SmallNormaliser::check;
   double least_normaliser = 1e-6;
   /// Values are taken relative to the first that is visible, and o gets it back: rows are weighted means, so this

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <linattn/error.hpp>
 #include <linattn/problem.hpp>
+#include <string>
 
 /// \file dropout.hpp
 /// The dropout substitute of linear attention: multiplicative Gaussian noise on the output.
@@ -22,7 +23,8 @@
 ///     n       = element e & 3 of (r0 cos t0, r0 sin t0, r1 cos t1, r1 sin t1)
 ///     r0, t0  = sqrt(-2 log u(w0)), 2 pi u(w1)     r1, t1 likewise from w2, w3     u(w) = (w + 1/2) 2^-32
 ///
-/// Calls that must differ (layers, steps, micro-batches) differ in `offset`.
+/// Of packed sequences b is 0 and i counts the rows of the packed tensor. Calls that must differ (layers, steps,
+/// micro-batches) differ in `offset`; one sequence in several calls says where each begins (`first_query`).
 
 namespace LinAttn {
 
@@ -42,13 +44,20 @@ struct Dropout {
       throw InvalidArgument(detail::message("LinAttn: dropout p, a standard deviation, must be finite and not "
                                             "negative (0: no noise), found ", p));
     const auto inside = [](const char* name, std::int64_t first, std::int64_t mine, std::int64_t whole) {
-      if (first < 0 || (whole != 0 && first > whole - mine))
-        throw InvalidArgument(detail::message("LinAttn: dropout is told that ", name, " ", first, " to ", first + mine,
-                                              " of ", whole, " are those of the call"));
+      constexpr std::int64_t most = std::int64_t(1) << 61;
+      if (first < 0 || whole < 0 || first > most || whole > most || (whole != 0 && first + mine > whole))
+        throw InvalidArgument(detail::message("LinAttn: dropout is told that the ", mine, " ", name, " of the call begin at ",
+                                              first, " of ", whole == 0 ? "those of the call" : std::to_string(whole)));
     };
     inside("sequences", first_batch, problem.batch, 0);
     inside("heads", first_head, problem.heads, heads);
     inside("queries", first_query, problem.nq, queries);
+    const auto whole = [](std::int64_t first, std::int64_t mine, std::int64_t given) {
+      return given != 0 ? static_cast<double>(given) : static_cast<double>(first) + static_cast<double>(mine);
+    };
+    if (whole(first_batch, problem.batch, 0) * whole(0, problem.heads, heads) * whole(0, problem.nq, queries) *
+            static_cast<double>(problem.dv) > 4.6e18)
+      throw InvalidArgument("LinAttn: dropout numbers the elements of the whole with 63 bits, found more elements");
     if ((first_head > 0 && heads == 0) || (first_query > 0 && queries == 0))
       throw InvalidArgument("LinAttn: dropout on a part of the heads or queries needs their number in the whole");
   }

@@ -34,7 +34,7 @@
 ///     template <class T> T value(T x, int shift) const;       // f(x) 2^-shift
 ///     template <class T> T derivative(T x, T f) const;        // homogeneous of degree 1 in f
 ///
-/// **Normalised** (R = D), rows divided by a norm: f = rate x / rho (see NormalisedMap). The bound map has members
+/// **Row-norm** (R = D), rows divided by a norm: f = rate x / rho (see RowNormMap). The bound map has members
 /// `T rate`, `T eps` and `bool per_row`: rho = sqrt(|x|^2 + eps) for each row, or else 1, or else, where the unbound
 /// map's `bool of_sequence() const` asks for it, the largest |x| of the rows of the sequence and head. A rho too small
 /// to divide by counts as 1. The rate is differentiable; the engine knows the pullback.
@@ -95,9 +95,9 @@ concept RowFeatureMap = requires(const BoundMap<Map>& map, ConstRow<double> in, 
   map.row_pullback(in, in, in, out);
 };
 
-/// Normalised map: see the top of this file.
+/// Row-norm map: see the top of this file.
 template <class Map>
-concept NormalisedFeatureMap = requires(const Map& unbound, const BoundMap<Map>& map, double x) {
+concept RowNormFeatureMap = requires(const Map& unbound, const BoundMap<Map>& map, double x) {
   { unbound.of_sequence() } -> std::same_as<bool>;
   { map.rate + map.eps + x } -> std::same_as<double>;
   { map.per_row } -> std::convertible_to<bool>;
@@ -106,11 +106,11 @@ concept NormalisedFeatureMap = requires(const Map& unbound, const BoundMap<Map>&
 template <class Map>
 concept FeatureMap = std::is_trivially_copyable_v<Map> &&
                      (ElementwiseFeatureMap<Map> || ScaledFeatureMap<Map> || RowFeatureMap<Map> ||
-                      NormalisedFeatureMap<Map>);
+                      RowNormFeatureMap<Map>);
 
 /// Whether the features of a row depend on all of its entries.
 template <class Map>
-inline constexpr bool mixes_entries_v = RowFeatureMap<Map> || NormalisedFeatureMap<Map>;
+inline constexpr bool mixes_entries_v = RowFeatureMap<Map> || RowNormFeatureMap<Map>;
 
 /// Whether the map has one differentiable scalar for each head, elementwise.
 template <class Map>

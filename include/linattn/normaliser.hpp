@@ -2,12 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <linattn/kokkos_compat.hpp>
 
 /// \file normaliser.hpp
 /// Row sums that nearly vanish, where weights can have both signs (affine, identity).
 ///
 /// Output and gradients grow like 1/s and 1/s^2, so a row whose sum s is small beside m, the number of keys that it
-/// sees, carries no information. Three ways to deal with it:
+/// sees, carries no information. Three ways to deal with it (the text of Gerami and Duraiswami has none):
 
 namespace LinAttn {
 
@@ -27,5 +28,35 @@ struct NormaliserRecord {
   double ratio;
   std::int64_t row;
 };
+
+namespace detail {
+
+/// An overflowed sum must not pass as a row of zeros.
+template <class A>
+KOKKOS_FORCEINLINE_FUNCTION A divisor(A s) {
+  return s - s == A(0) ? s : s - s;
+}
+
+/// The sum that a row is divided by, and whether it stands in for its own.
+template <class A>
+struct RowSum {
+  A value;
+  bool replaced;
+};
+
+/// sign(s) max(|s|, least); a least of 0 replaces nothing.
+template <class A>
+KOKKOS_FORCEINLINE_FUNCTION RowSum<A> clamped_row_sum(A s, A least) {
+  const A size = s < A(0) ? -s : s;
+  if (size < least) return {s < A(0) ? -least : least, true};
+  return {divisor(s), false};
+}
+
+/// Whether `a` takes the place of `b`: the smaller ratio, what is no number first, of equals the earlier one, `b`.
+KOKKOS_FORCEINLINE_FUNCTION bool is_smaller(const NormaliserRecord& a, const NormaliserRecord& b) {
+  return b.ratio == b.ratio && !(a.ratio >= b.ratio);
+}
+
+}  // namespace detail
 
 }  // namespace LinAttn

@@ -24,7 +24,7 @@ namespace LinAttn {
 ///     static constexpr const char* constant_parameter;  Parameter constant() const;
 ///         a constant b, one for each query head: w_ij = phi_q(q_i) . phi_k(k_j) + b. States then have t and m
 ///     static constexpr const char* scale_parameter;
-///         the name of NormalisedMap::factor of the query map, differentiable and the same for all heads
+///         the name of RowNormMap::factor of the query map, differentiable and the same for all heads
 ///     V resolved(const Problem&) const;       the variant with defaults that depend on the extents filled in
 ///     void validate(Pass, bool causal) const; throws InvalidArgument for members that do not go together
 template <class V>
@@ -91,7 +91,7 @@ std::int64_t validate_variant(const V& variant, const Problem& problem, Pass pas
   if constexpr (requires { variant.validate(pass, causal); }) variant.validate(pass, causal);
   if constexpr (has_constant_v<V>)
     Parameter(variant.constant()).template validate<ExecSpace>(V::constant_parameter, problem.heads);
-  if constexpr (NormalisedFeatureMap<query_map_t<V>>)
+  if constexpr (RowNormFeatureMap<query_map_t<V>>)
     variant.query_map().rate.template validate<ExecSpace>(V::query_parameter ? V::query_parameter : "rate", problem.heads);
   static_assert(ScaledFeatureMap<query_map_t<V>> == ScaledFeatureMap<key_map_t<V>>,
                 "LinAttn: query and key map must both be scaled maps or both not be");

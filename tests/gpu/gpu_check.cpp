@@ -89,6 +89,7 @@ struct Spec {
   std::vector<std::int64_t> packed_q{}, packed_k{};  ///< lengths of members
   bool states = false;    ///< initial state, final state and its cotangent
   bool decoding = false;  ///< step() instead of the passes
+  QkNorm norm = QkNorm::l2;  ///< of affine attention
 };
 
 std::vector<Spec> specs() {
@@ -112,6 +113,30 @@ std::vector<Spec> specs() {
       {"causal, windows, segments",
        {1, 2, 1, 260, 260, 40, 40},
        {.causal = true, .segments = 3, .tiles = 2}},
+      {"causal, noise",
+       {1, 4, 2, 70, 90, 24, 39},
+       {.causal = true, .dropout = {.p = 0.3, .seed = 5, .offset = 7}}},
+      {"full, noise, windows",
+       {1, 2, 1, 70, 90, 40, 40},
+       {.causal = false, .tiles = 2, .dropout = {.p = 0.3, .seed = 5, .offset = 7}}},
+      {"causal, noise, centred values",
+       {1, 2, 1, 70, 90, 24, 39},
+       {.causal = true, .normalise = true, .dropout = {.p = 0.3}, .center_v = true}},
+      {"causal, replaced row sums",
+       {1, 2, 1, 70, 90, 24, 20},
+       {.causal = true,
+        .normalise = true,
+        .small_normaliser = SmallNormaliser::clamp,
+        .least_normaliser = 1.65}},
+      {"full, largest norm, Nq < Nk",
+       {2, 4, 2, 300, 700, 24, 20},
+       {.causal = false, .segments = 2},
+       false,
+       {},
+       {},
+       false,
+       false,
+       QkNorm::max},
       {"causal, TF32", {1, 4, 2, 90, 131, 64, 64}, {.causal = true, .allow_tf32 = true}},
       {"full, TF32", {1, 2, 1, 90, 131, 64, 128}, {.causal = false, .allow_tf32 = true}},
       {"causal, TF32, plain rows",
@@ -289,9 +314,10 @@ class Buffer {
 using Outcome = std::map<std::string, Numbers>;
 
 template <class V>
-V make_variant(const Parameter& alpha, const Parameter& beta, const Parameter& constant = 1.0) {
+V make_variant(const Parameter& alpha, const Parameter& beta, const Parameter& constant = 1.0,
+               QkNorm norm = QkNorm::l2) {
   if constexpr (std::is_same_v<V, Affine>)
-    return {.a = alpha, .b = constant};
+    return {.a = alpha, .b = constant, .qk_norm = norm};
   else if constexpr (V::query_parameter != nullptr && V::key_parameter != nullptr)
     return V{alpha, beta};
   else
@@ -334,7 +360,7 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Buffer<A, Space> last_t(spec.states ? count(at_t) : 0), d_t(spec.states ? count(at_t) : 0);
   const Buffer<std::int64_t, Space> m(data.m), last_m(p.sequences());
 
-  const V variant = make_variant<V>(alpha.view(), beta.view(), constant.view());
+  const V variant = make_variant<V>(alpha.view(), beta.view(), constant.view(), spec.norm);
   Inputs<Space, T> inputs{
       .q = q.template ref<4>(at_q), .k = k.template ref<4>(at_k), .v = v.template ref<4>(at_v)};
   Saved<Space, T> saved{.o = o.template ref<4>(at_o)};
@@ -414,7 +440,7 @@ Outcome decode(const Spec& spec, const Data& data) {
   const std::array<std::int64_t, 3> at_t{p.batch, p.kv_heads, p.dv};
   const Buffer<A, Space> t(data.t), last_t(static_cast<std::int64_t>(data.t.size()));
   const Buffer<std::int64_t, Space> m(data.m), last_m(p.batch);
-  const V variant = make_variant<V>(alpha.view(), beta.view(), constant.view());
+  const V variant = make_variant<V>(alpha.view(), beta.view(), constant.view(), spec.norm);
   const Token<Space, T> token{.q = q.template ref<3>({p.batch, p.heads, p.d}),
                               .k = k.template ref<3>({p.batch, p.kv_heads, p.d}),
                               .v = v.template ref<3>({p.batch, p.kv_heads, p.dv})};
@@ -491,6 +517,9 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   settings.alpha = data.alpha;
   settings.beta = data.beta;
   settings.constant = data.constant;
+  if (spec.norm == QkNorm::max) settings.norm = reference::Norm::max;
+  if (spec.options.small_normaliser == SmallNormaliser::clamp)
+    settings.least_normaliser = spec.options.least_normaliser;
   settings.dropout_p = spec.options.dropout.p;
   settings.seed = spec.options.dropout.seed;
   settings.offset = spec.options.dropout.offset;
@@ -505,7 +534,7 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   const auto o = reference::forward(spec.problem, settings, tensors);
   const auto g = reference::backward(spec.problem, settings, tensors, d_o);
   const auto m = reference::magnitudes(spec.problem, settings, tensors, d_o);
-  const int chunk = LinAttn::plan<T>(Device(), make_variant<V>(1.0, 1.0), spec.problem,
+  const int chunk = LinAttn::plan<T>(Device(), make_variant<V>(1.0, 1.0, 1.0, spec.norm), spec.problem,
                                      Pass::backward, spec.options)
                         .chunk;
   const auto counts = reference::rounding_counts(spec.problem, settings, chunk);
@@ -568,6 +597,8 @@ int check_variant(std::uint64_t seed) {
   double nearest = 0;
   std::string what;
   for (const Spec& spec : specs()) {
+    if (ScaledFeatureMap<key_map_t<V>> && spec.options.small_normaliser == SmallNormaliser::clamp)
+      continue;  // row sums that cannot vanish
     ++cases;
     Worst worst;
     try {

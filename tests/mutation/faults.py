@@ -8,6 +8,7 @@ ARGUMENTS = "include/linattn/engine/arguments.hpp"
 ENGINE = "include/linattn/engine/engine.hpp"
 STEP = "include/linattn/engine/step.hpp"
 MAPS = "include/linattn/feature_map.hpp"
+NORMALISER = "include/linattn/normaliser.hpp"
 
 FAULTS = [
     # tiles
@@ -62,9 +63,9 @@ FAULTS = [
     ("noise does not reach the cotangents", WALKER, "if (noisy && !by_centred) multiply_by_noise(cotangents", "if (false) multiply_by_noise(cotangents"),
     ("windows begin with the noise of the first column", WALKER, "row * dv + m_first_value,", "row * dv,"),
     ("a replaced row sum keeps its gradient", WALKER, "if (m_args.clamp) clear_replaced_row_terms(rows, head, begin, first);", ""),
-    ("a replaced row sum has no sign", WALKER, "return {s < A(0) ? -least : least, true};", "return {least, true};"),
+    ("a replaced row sum has no sign", NORMALISER, "return {s < A(0) ? -least : least, true};", "return {least, true};"),
     ("o does not get its centre back", WALKER, "return [=](int j) { row[j] += share * centre[j]; };", "return [=](int) {};"),
-    ("the record keeps the last of equals", WALKER, "!(ratio >= record.ratio)) record", "!(ratio > record.ratio)) record"),
+    ("the record keeps the last of equals", NORMALISER, "!(a.ratio >= b.ratio)", "!(a.ratio > b.ratio)"),
     # one token
     ("a step does not bring the old sums to the new shift", STEP, "has_old ? old[j * old_element] * carry : A(0)", "has_old ? old[j * old_element] : A(0)"),
     ("a step answers before its key is in", STEP, "numerators[j] += query * s;", "numerators[j] += query * before;"),

@@ -2,6 +2,10 @@
 
 // What profiling tools see of a call: labels, regions, instances, copies, allocations and fences.
 
+#include <set>
+#include <string>
+#include <vector>
+
 #include "events.hpp"
 #include "one_step.hpp"
 #include "spaces.hpp"
@@ -278,6 +282,109 @@ TYPED_TEST(Tools, StepsNeitherFenceNorAllocate) {
     for (const Event& event : recording.events())
       ADD_FAILURE() << static_cast<int>(event.kind) << " " << event.label;
   });
+}
+
+/// Noise, a centre, replaced row sums, records and, for affine attention, states with t and m or the
+/// largest norm: each call as it is made and the kernels it must have beside the walks.
+template <class T, class ExecSpace, Variant V, class Body>
+void for_each_option(const ExecSpace& exec, const Body& body) {
+  using Records =
+      Kokkos::View<NormaliserRecord**, Kokkos::LayoutRight, typename ExecSpace::memory_space>;
+  const Problem p{2, 4, 2, 90, 100, 5, 3};
+  const Records records("test::records", 2, 4);
+  const auto run = [&](const Case& c, const Options& options, bool recorded,
+                       const std::vector<std::string>& kernels) {
+    SCOPED_TRACE(describe(p, options));
+    Attention<T, ExecSpace, V> call(c, options, {}, exec);
+    const Arena<ExecSpace> arena(
+        std::max(call.workspace_bytes(Pass::forward), call.workspace_bytes(Pass::backward)));
+    const V variant = call.variant();
+    const auto inputs = call.inputs();
+    auto saved = call.saved();
+    if (recorded) saved.smallest = records;
+    const auto cotangents = call.cotangents();
+    const auto gradients = call.gradients({});
+    body(
+        [&] {
+          forward<T>(exec, variant, inputs, saved, arena.workspace(), options);
+          backward<T>(exec, variant, inputs, saved, cotangents, gradients, arena.workspace(),
+                      options);
+        },
+        kernels);
+    if (recorded) {
+      EXPECT_NO_THROW(LinAttn::check(exec, saved, options));
+    }
+  };
+  for (const bool causal : {false, true})
+    for (const int segments : {1, 3}) {
+      const Options plain{.causal = causal,
+                          .normalise = true,
+                          .chunk = 16,
+                          .segments = segments,
+                          .least_normaliser = 0};  // relu has rows without weight
+      const Case c = random_case<T, V>(p, plain);
+      Options noisy = plain;
+      noisy.dropout = {.p = 0.1};
+      noisy.center_v = true;
+      run(c, noisy, false, {});
+      if (is_scaled<V>) continue;
+      run(c, plain, true, {"LinAttn::forward::smallest"});
+      Options clamped = plain;
+      clamped.small_normaliser = SmallNormaliser::clamp;
+      run(c, clamped, false, {});
+      if (!has_constant<V>) continue;
+      Case stateful = c;
+      stateful.wants_last = true;
+      stateful.initial =
+          StateValues{std::vector<double>(60, 0.5), std::vector<double>(20, 0.25), {}};
+      run(stateful, plain, false,
+          {"LinAttn::forward::key_count", "LinAttn::backward::constant", "LinAttn::backward::scale"});
+      Case largest = c;
+      largest.affine.qk_norm = QkNorm::max;
+      run(largest, plain, false,
+          {"LinAttn::forward::row_norms", "LinAttn::forward::largest_norm",
+           "LinAttn::backward::row_norms", "LinAttn::backward::largest_norm",
+           "LinAttn::backward::query_norm", "LinAttn::backward::key_norm"});
+    }
+}
+
+// Whatever the options, labels name the library, kernels run on the caller's instance, nothing is
+// allocated.
+TYPED_TEST(Tools, OptionsKeepTheRules) {
+  const auto exec = another_instance<typename TypeParam::ExecSpace>();
+  for_each_option<double, typename TypeParam::ExecSpace, typename TypeParam::V>(
+      exec, [&](const auto& call, const std::vector<std::string>& kernels) {
+        call();
+        exec.fence();
+        const Recording recording(Watch::kernels_and_memory);
+        call();
+        std::set<std::string> seen;
+        for (const Event& event : recording.events()) {
+          if (event.kind == Event::Kind::end_of_region) continue;
+          EXPECT_TRUE(has_prefix(event.label)) << event.label;
+          EXPECT_TRUE(event.kind == Event::Kind::kernel || event.kind == Event::Kind::region)
+              << event.label;
+          if (event.kind != Event::Kind::kernel) continue;
+          EXPECT_EQ(event.device, device_id(exec)) << event.label;
+          seen.insert(event.label);
+        }
+        for (const std::string& kernel : kernels) EXPECT_TRUE(seen.contains(kernel)) << kernel;
+      });
+}
+
+// Nor does anything wait, where this Kokkos tells; check() does.
+TYPED_TEST(Tools, OptionsDoNotFence) {
+  if (!reports_fences) GTEST_SKIP() << "this Kokkos does not report fences";
+  const typename TypeParam::ExecSpace exec;
+  for_each_option<double, typename TypeParam::ExecSpace, typename TypeParam::V>(
+      exec, [&](const auto& call, const std::vector<std::string>&) {
+        call();
+        exec.fence();
+        const Recording recording(Watch::fences_and_memory);
+        call();
+        for (const Event& event : recording.events())
+          ADD_FAILURE() << static_cast<int>(event.kind) << " " << event.label;
+      });
 }
 
 // The overloads without a workspace allocate exactly it, and release it.

@@ -124,6 +124,7 @@ TYPED_TEST(AffineAttention, NormsOfAnySize) {
       for (double& element : *x) element *= factor;
     const auto found = attend_forward<T, ExecSpace, Affine>(scaled, options);
     for (std::size_t n = 0; n < found.size(); ++n)
+      // a mean of at most 20 values of size 3, whose weights are as good as two norms and a dot product
       EXPECT_NEAR(found[n], expected.o[n], 200 * std::numeric_limits<T>::epsilon()) << factor;
   }
   Case zeros = with;
@@ -241,7 +242,7 @@ TYPED_TEST(AffineDifferences, ReplacedRowSums) {
 
 // ---- states -------------------------------------------------------------------------------------
 
-// Every norm that a stream can have; masks; gradients through both parts are those of one call.
+// m counts the visible keys, those of the caller included, in 64 bits.
 TYPED_TEST(AffineAttention, MIsAnExactCount) {
   using T = typename TypeParam::T;
   using ExecSpace = typename TypeParam::ExecSpace;
@@ -271,7 +272,9 @@ double largest_error(const std::vector<T>& found, const std::vector<oracle_t<T>>
   return worst / largest;
 }
 
-// With an offset of 1000 in the values, dq and dk keep the precision that they have without one.
+// With an offset of 1000 in the values, dq and dk keep the precision that they have without one: a
+// difference of numbers of size 1000 that are good to 6e-8 is good to 6e-5, or better where roundings
+// average. With the rows of y alone the offset costs their last place, 3e-5 of the deviation of v.
 TEST(AffineCentre, KeepsThePrecisionOfGradients) {
   using ExecSpace = Kokkos::DefaultHostExecutionSpace;
   using T = float;
@@ -334,7 +337,7 @@ std::vector<NormaliserRecord> records_of(const Case& c, const Options& options) 
   return {host.data(), host.data() + host.size()};
 }
 
-/// Index of the smallest |s| / m of each head, from the row sums.
+// The record of each head is the smallest |s| / m of its row sums, to the bit.
 TYPED_TEST(AffineAttention, RecordsTheSmallestRowSum) {
   using T = typename TypeParam::T;
   using ExecSpace = typename TypeParam::ExecSpace;
@@ -449,6 +452,43 @@ TYPED_TEST(AffineAttention, ReplacedRowSumsAgreeWithTheReference) {
       }
 }
 
+// Largest norms of rows of any stride have the same bits: what a compiler does differently with rows
+// side by side shows in doubles from 16 entries on, in one of some draws.
+TYPED_TEST(AffineAttention, LargestNormOfAnyLayout) {
+  using T = typename TypeParam::T;
+  for (std::uint64_t draw = 0; draw < 60; ++draw) {
+    const std::int64_t d = 16 + static_cast<std::int64_t>(draw % 30);
+    const Options options{.normalise = false};
+    const Case c = affine_case<T>({1, 1, 1, 7, 7, d, 4}, options, QkNorm::max, draw);
+    Arrangement at;
+    at.q = at.k = Layout::left;
+    EXPECT_TRUE(same_bits(attend<T, typename TypeParam::ExecSpace, Affine>(c, options, at),
+                          attend<T, typename TypeParam::ExecSpace, Affine>(c, options)))
+        << "D = " << d;
+  }
+}
+
+// States of variants without m cannot say how many keys a row sum is over.
+TYPED_TEST(AffineAttention, SmallRowSumsNeedTheCountOfAState) {
+  using T = typename TypeParam::T;
+  using ExecSpace = typename TypeParam::ExecSpace;
+  Case c = random_case<T, Elu>({1, 1, 1, 4, 4, 2, 2}, {});
+  c.initial = StateValues{std::vector<double>(4, 1), std::vector<double>(2, 1), {}};
+  const Options clamp{.small_normaliser = SmallNormaliser::clamp};
+  Attention<T, ExecSpace, Elu> call(c, clamp);
+  const ExecSpace exec;
+  Arena<ExecSpace> arena(call.workspace_bytes(Pass::forward));
+  expect_refusal(
+      [&] { forward<T>(exec, call.variant(), call.inputs(), call.saved(), arena.workspace(), clamp); },
+      {"number of keys", "states of elu", "initial state"});
+  const Records<ExecSpace> records("test::records", 1, 1);
+  auto saved = call.saved();
+  saved.smallest = records;
+  Arena<ExecSpace> another(call.workspace_bytes(Pass::forward) + 4096);
+  expect_refusal([&] { forward<T>(exec, call.variant(), call.inputs(), saved, another.workspace()); },
+                 {"number of keys", "states of elu", "initial state"});
+}
+
 // A row sum of exactly 0 counts as positive; without the clamp the row is 0.
 TYPED_TEST(AffineAttention, RowSumOfZero) {
   using T = typename TypeParam::T;
@@ -472,15 +512,18 @@ TYPED_TEST(AffineAttention, RowSumOfZero) {
 // The call leaves q, k, v, dO as they were.
 TYPED_TEST(AffineAttention, InputsAreLeftAlone) {
   using T = typename TypeParam::T;
-  for (const QkNorm norm : norms) {
-    const Case c = affine_case<T>({1, 2, 1, 20, 30, 8, 16}, {}, norm);
-    Attention<T, typename TypeParam::ExecSpace, Affine> call(c, {});
-    const auto q = call.q.get(), k = call.k.get(), v = call.v.get(), d_o = call.d_o.get();
-    call.forward();
-    call.backward();
-    EXPECT_TRUE(same_bits(call.q.get(), q) && same_bits(call.k.get(), k));
-    EXPECT_TRUE(same_bits(call.v.get(), v) && same_bits(call.d_o.get(), d_o));
-  }
+  for (const QkNorm norm : norms)
+    for (const bool causal : {false, true})
+      for (const Problem& p : {Problem{1, 4, 2, 20, 30, 8, 16}, Problem{2, 1, 1, 32, 32, 16, 16}}) {
+        const Options options{.causal = causal, .dropout = {.p = 0.1}};
+        const Case c = affine_case<T>(p, options, norm);
+        Attention<T, typename TypeParam::ExecSpace, Affine> call(c, options);
+        const auto q = call.q.get(), k = call.k.get(), v = call.v.get(), d_o = call.d_o.get();
+        call.forward();
+        call.backward();
+        EXPECT_TRUE(same_bits(call.q.get(), q) && same_bits(call.k.get(), k));
+        EXPECT_TRUE(same_bits(call.v.get(), v) && same_bits(call.d_o.get(), d_o));
+      }
 }
 
 // b m is in every row sum: with a = 0 rows are running means, and s_i = b m_i.
@@ -517,9 +560,16 @@ TEST(AffineRefusals, NameWhatIsWrong) {
   };
   const double nan = std::nan(""), inf = std::numeric_limits<double>::infinity();
   expect_refusal(ask({.a = 0.0, .b = 0.0}, {}), {"a = b = 0", "a or b other than 0"});
+  expect_refusal(ask({.b = 0.0, .scale = 0.0}, {}), {"b = 0 and a score scale of 0"});
   expect_refusal(ask({.a = nan}, {}), {"a must be finite", "found nan"});
   expect_refusal(ask({.b = inf}, {}), {"b must be finite", "found inf"});
   expect_refusal(ask({.scale = inf}, {}), {"score scale", "finite", "found inf"});
+  expect_refusal(ask({.scale = 1e300}, {}), {"score scale", "precision of the sums", "found 1e+300"});
+  expect_refusal(ask({.a = 1e30, .scale = 1e30}, {}), {"a times the score scale", "found 1e+60"});
+  expect_refusal(ask({.b = 1e200}, {}), {"b must be finite", "found 1e+200"});
+  expect_refusal(ask({.norm_eps = 1e300}, {}), {"norm_eps", "found 1e+300"});
+  expect_refusal(ask({}, {.dropout = {.p = 1e300}}), {"dropout p", "found 1e+300"});
+  expect_refusal(ask({}, {.dropout = {.p = 0.1, .heads = std::int64_t(1) << 62}}), {"63 bits"});
   expect_refusal(ask({.norm_eps = -1}, {}), {"norm_eps", "not negative", "found -1"});
   expect_refusal(ask({.norm_eps = nan}, {}), {"norm_eps", "found nan"});
   expect_refusal(ask({.qk_norm = QkNorm::max}, {.causal = true}),
@@ -560,6 +610,13 @@ TEST(AffineRefusals, OfPartsOfACall) {
   expect_refusal(with([](auto& in, auto&) { in.state.m = {}; }), {"m of the initial state", "(1)", "found nothing"});
   expect_refusal(with([](auto&, auto& saved) { saved.state.m = {}; }), {"m of the final state", "found nothing"});
   expect_refusal(with([](auto&, auto&) {}, {.center_v = true}), {"center_v", "states"});
+  {
+    const Affine largest{.qk_norm = QkNorm::max, .max_norm_sees_future = true};
+    expect_refusal(
+        [&] { forward<float>(exec, largest, call.inputs(), call.saved(), arena.workspace()); },
+        {"another largest norm", "qk_norm l2", "initial state"});
+  }
+  expect_refusal([&] { LinAttn::check(exec, call.saved()); }, {"Saved::smallest", "found nothing"});
   const Records<ExecSpace> records("test::records", 1, 3);
   expect_refusal(with([&](auto&, auto& saved) { saved.smallest = records; }), {"smallest", "(1, 2)", "(1, 3)"});
   const Records<ExecSpace> fits("test::records", 1, 2);

@@ -49,7 +49,6 @@ class EmulatedPass {
     m_call.enter_state("final state", call.saved().state, args.last, true);
     if (pass == Pass::forward) {
       m_call.enter_centred(call.saved().centred);
-      args.records = nullptr;
       return;
     }
     m_call.enter_state("cotangent", call.cotangents().state, args.last_cotangent, false);
@@ -70,6 +69,7 @@ class EmulatedPass {
   }
 
   void forward() {
+    find_largest_rows();
     Call::use_window(args(), true);
     if (args().plan.segments > 1) {
       walk(Walk::key_state, false);
@@ -84,12 +84,15 @@ class EmulatedPass {
   void backward(const Attention<T, ExecSpace, V>& call) {
     const ScanKind total = ScanKind::total;
     const auto gradients = call.gradients({});
+    find_largest_rows();
     Call::use_window(args(), false);
     if (args().plan.segments > 1) {
       walk(Walk::key_state, true);
       scan(args().causal ? ScanKind::prefix : total, args().initial, 1, true);
     }
     walk(Walk::query_gradient, true);
+    add_largest_row_gradients(args().largest_queries, args().query_map, args().q, args().d_q,
+                              args().query_parameter_parts, args().group);
     const auto of_keys = [&](bool of_values, bool wants_keys, bool wants_values) {
       Call::use_window(args(), of_values);
       args().wants_keys = wants_keys;
@@ -107,12 +110,14 @@ class EmulatedPass {
       of_keys(false, true, false);
       of_keys(true, false, true);
     }
+    add_largest_row_gradients(args().largest_keys, args().key_map, args().k, args().d_k,
+                              args().key_parameter_parts, 1);
     if (gradients.query_parameter.present()) {
       Parameter factor = 1.0;
-      if constexpr (NormalisedFeatureMap<QueryMap>) factor = args().query_map.factor;
+      if constexpr (RowNormFeatureMap<QueryMap>) factor = args().query_map.factor;
       sum(gradients.query_parameter, args().query_parameter_parts, factor, args().group);
     }
-    if constexpr (NormalisedFeatureMap<QueryMap>)
+    if constexpr (RowNormFeatureMap<QueryMap>)
       sum(gradients.scale, args().query_parameter_parts, args().query_map.rate, args().group);
     if (gradients.key_parameter.present())
       sum(gradients.key_parameter, args().key_parameter_parts, 1.0, 1);
@@ -120,8 +125,44 @@ class EmulatedPass {
       sum(gradients.constant, args().constant_parts, 1.0, args().group);
   }
 
+  /// What the output walk recorded for each head.
+  std::vector<NormaliserRecord> records() {
+    std::vector<NormaliserRecord> result(static_cast<std::size_t>(args().sequences * args().heads));
+    const TensorRef<NormaliserRecord, 2, ExecSpace> ref(
+        result.data(), {args().sequences, args().heads}, {args().heads, 1});
+    const LinAttn::detail::SmallestRecords<ExecSpace> kernel{
+        args().records, ref, args().kv_heads, args().window.tiles * args().plan.segments,
+        args().group};
+    for (std::int64_t head = 0; head < args().sequences * args().heads; ++head) kernel(head);
+    return result;
+  }
+
  private:
   Args& args() { return m_call.arguments(); }
+
+  void find_largest_rows() {
+    if constexpr (RowNormFeatureMap<KeyMap>) {
+      const auto find = [&](const auto& x, const auto& largest) {
+        if (!largest.rows) return;
+        const std::int64_t rows = args().sequences * largest.heads;
+        const LinAttn::detail::FindLargestRows<A, Args> blocks{args(), x, largest};
+        for (std::int64_t i = 0; i < rows * largest.blocks; ++i) blocks(i);
+        const LinAttn::detail::PickLargestRow<A> pick{largest};
+        for (std::int64_t i = 0; i < rows; ++i) pick(i);
+      };
+      find(args().q, args().largest_queries);
+      find(args().k, args().largest_keys);
+    }
+  }
+  template <class Largest, class Map, class Tensor>
+  void add_largest_row_gradients(const Largest& largest, const Map& map, const Tensor& x,
+                                 const Tensor& d_x, const double* parts, std::int64_t group) {
+    if constexpr (RowNormFeatureMap<KeyMap>) {
+      const LinAttn::detail::AddLargestRowGradient<A, Map, Args> kernel{
+          args(), map, x, d_x, largest, parts, args().window.tiles * args().plan.segments, group};
+      for (std::int64_t i = 0; largest.rows && i < args().sequences * largest.heads; ++i) kernel(i);
+    }
+  }
 
   void walk(Walk kind, bool transposed) {
     using Team = LinAttn::detail::DeviceTeam<Member>;
@@ -139,7 +180,7 @@ class EmulatedPass {
           team.barrier();
           LinAttn::detail::ArenaCursor arena(memory);
           const LinAttn::detail::Tiles<A> tiles(arena, args(), kind, transposed, scaled,
-                                                 NormalisedFeatureMap<KeyMap>);
+                                                 RowNormFeatureMap<KeyMap>);
           if (tiles.one && rank == 0) *tiles.one = A(1);
           team.barrier();
           LinAttn::detail::Walker<Team, A, QueryMap, KeyMap> walker(team, args(), tiles,
@@ -324,6 +365,46 @@ TYPED_TEST(DeviceTeams, NoiseCentreAndClamp) {
       options.small_normaliser = SmallNormaliser::clamp;
       options.least_normaliser = 1.5;  // some of them
       this->check(c, c, options);
+    }
+}
+
+// The largest norms of the rows, Nq != Nk, and the smallest row sums, with their places.
+TEST(DeviceTeamsOfAffine, LargestNormsAndRecords) {
+  using T = float;
+  for (const bool causal : {false, true})
+    for (const int segments : {1, 2}) {
+      const Options options{.causal = causal, .chunk = 12, .segments = segments};
+      SCOPED_TRACE(describe({2, 4, 2, 31, 40, 5, 7}, options));
+      Case c = random_case<T, Affine>({2, 4, 2, 31, 40, 5, 7}, options);
+      for (const QkNorm norm : {QkNorm::max, QkNorm::none}) {
+        c.affine = {.scale = 0.3, .qk_norm = norm};
+        for (double& b : c.constant) b += norm == QkNorm::none ? 3 : 0;
+        const auto alone = by_emulated_teams<T, Affine>(c, options, 1);
+        EXPECT_TRUE((agrees<T, Affine>(c, alone, expected_of<T, Affine>(c, options), 12)));
+        EXPECT_TRUE(same_bits(by_emulated_teams<T, Affine>(c, options, 3), alone));
+      }
+      Attention<T, ExecSpace, Affine> call(c, options);
+      const auto recorded = [&](int team_size) {
+        EmulatedPass<T, Affine> pass(call, c.problem, Pass::forward, options, team_size);
+        pass.forward();
+        return pass.records();
+      };
+      const auto records = recorded(3);
+      const auto sums = call.denominator.get();
+      for (std::size_t head = 0; head < 8; ++head) {
+        double least = std::numeric_limits<double>::infinity();
+        std::int64_t where = -1;
+        for (std::size_t i = 0; i < 31; ++i) {
+          const double ratio = std::abs(static_cast<double>(sums[head * 31 + i])) /
+                               (causal ? static_cast<double>(i + 10) : 40.0);
+          if (ratio < least) {
+            least = ratio;
+            where = static_cast<std::int64_t>(i);
+          }
+        }
+        EXPECT_EQ(records[head].row, where);
+        EXPECT_EQ(records[head].ratio, least);
+      }
     }
 }
 

@@ -164,6 +164,11 @@ TEST(DropoutPlacement, RefusesAPlaceOutsideTheWhole) {
   refused({.p = 0.1, .first_head = 4, .heads = 6});
   refused({.p = 0.1, .first_query = 1, .queries = 10});
   refused({.p = 0.1, .queries = 9});
+  constexpr auto least = std::numeric_limits<std::int64_t>::min(), most = std::numeric_limits<std::int64_t>::max();
+  refused({.p = 0.1, .first_batch = most});
+  refused({.p = 0.1, .heads = least});
+  refused({.p = 0.1, .queries = least});
+  refused({.p = 0.1, .first_query = most, .queries = most});
   EXPECT_NO_THROW((Dropout{.p = 0.1, .first_head = 3, .first_query = 5, .heads = 6, .queries = 15}.validate(p)));
 }
 

@@ -170,13 +170,13 @@ class HalfEngine : public ::testing::Test {
   }
 
   template <class V>
-  void check_all(const V& variant) {
+  void check_all(const V& variant, bool with_states = true) {
     for (const bool causal : {true, false})
       for (const int step : {1, 2}) {
         check(variant, {2, 4, 2, 37, 37, 5, 7}, {.causal = causal}, step, false, false);
         check(variant, {1, 2, 2, 48, 48, 64, 32}, {.causal = causal}, step, false, false);
         check(variant, {1, 2, 1, 30, 40, 16, 24}, {.causal = causal, .segments = 2, .tiles = 2},
-              step, true, true);
+              step, true, with_states);
         check(variant, {1, 2, 1, 30, 40, 3, 4},
               {.causal = causal, .normalise = false, .scale = 0.5}, step, true, false);
       }
@@ -204,7 +204,7 @@ TYPED_TEST(HalfEngine, IsFloatRoundedOnceQuadratic) { this->check_all(Quadratic{
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceLln) { this->check_all(Lln{1.5, 0.8}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceAffine) { this->check_all(Affine{}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceAffineLargestNorm) {
-  this->check_all(Affine{.b = 1.5, .qk_norm = QkNorm::max, .max_norm_sees_future = true});
+  this->check_all(Affine{.b = 1.5, .qk_norm = QkNorm::max, .max_norm_sees_future = true}, false);
 }
 
 // B01, X3: sums that leave the range of float16, or in which it would stall, are sums in float.
@@ -220,6 +220,27 @@ TYPED_TEST(HalfEngine, B01SumsBeyondTheStoredRange) {
       LinAttn::forward<T>(exec, Elu{}, {.q = q, .k = k, .v = v}, {.o = o}, {.causal = causal});
       for (int i = 0; i < n; ++i) ASSERT_EQ(static_cast<float>(o(0, 0, i, 0)), 1.0f) << i;
     }
+}
+
+// A count of 20,000 keys, which float16 reaches in steps of 16 and bfloat16 in steps of 128.
+TYPED_TEST(HalfEngine, AffineCountsBeyondTheStoredRange) {
+  using T = typename TypeParam::T;
+  using Exec = typename TypeParam::ExecSpace;
+  const Exec exec;
+  const int n = 20000;
+  const auto q = this->narrow(1, 1, n, 2, 1), k = this->narrow(1, 1, n, 2, 1),
+             v = this->narrow(1, 1, n, 1, 1), o = this->narrow(1, 1, n, 1, 1);
+  this->each(q, [&](auto... i) { q(i...) = T(0.0f), k(i...) = T(1.0f); });
+  for (int i = 0; i < n; ++i) v(0, 0, i, 0) = T(i % 2 == 0 ? 3.0f : 1.0f);
+  const typename TestFixture::Sums s("test::s", 1, 1, n);
+  LinAttn::forward<T>(exec, Affine{}, {.q = q, .k = k, .v = v}, {.o = o, .denominator = s},
+                      {.causal = true});
+  for (int i = 0; i < n; ++i) {
+    const auto keys = static_cast<float>(i + 1);
+    ASSERT_EQ(s(0, 0, i), keys);
+    const float sum = i % 2 == 1 ? 2 * keys : 2 * keys + 1;
+    ASSERT_EQ(o(0, 0, i, 0).bits, T(sum / keys).bits) << i;
+  }
 }
 
 // B03: an exponential beyond the range of float16 (11.09) and of float (88.7).

@@ -144,6 +144,46 @@ TYPED_TEST(StateFlow, B44CutSequenceIsTheSequence) {
   }
 }
 
+// Affine attention without norms, with noise that knows where a part begins.
+TYPED_TEST(StateFlow, AffinePartsWithNoise) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  if constexpr (!std::is_same_v<V, Affine>) {
+    GTEST_SKIP() << "settings of affine attention";
+  } else {
+    const Problem p{2, 4, 2, 90, 90, 4, 3};
+    Options options{.causal = true, .dropout = {.p = 0.3, .seed = 4}};
+    Case c = random_case<T, V>(p, options);
+    c.affine = {.scale = 0.2, .qk_norm = QkNorm::none};
+    const auto expected = expected_of<T, V>(c, options);
+    options.dropout.queries = 90;
+    Options later = options;
+    later.dropout.first_query = 40;
+    Case first = part_of(c, 0, 40, 0, 40), second = part_of(c, 40, 90, 40, 90);
+    first.wants_last = true;
+    Attention<T, typename TypeParam::ExecSpace, V> before(first, options);
+    before.forward();
+    second.initial = last_state(before.outcome());
+    const auto after = attend<T, typename TypeParam::ExecSpace, V>(second, later);
+    first.last_cotangent = StateValues{{after.d_S.begin(), after.d_S.end()},
+                                       {after.d_z.begin(), after.d_z.end()},
+                                       {},
+                                       {after.d_t.begin(), after.d_t.end()}};
+    const auto earlier = attend<T, typename TypeParam::ExecSpace, V>(first, options);
+    Outcome<T> found = earlier;
+    found.o = joined(earlier.o, after.o, 8);
+    found.q = joined(earlier.q, after.q, 8);
+    found.k = joined(earlier.k, after.k, 4);
+    found.v = joined(earlier.v, after.v, 4);
+    for (std::size_t h = 0; h < 4; ++h) {
+      found.alpha[h] += after.alpha[h];
+      found.constant[h] += after.constant[h];
+      found.scale[h] += after.scale[h];
+    }
+    EXPECT_TRUE((agrees<T, V>(c, found, expected, 64)));
+  }
+}
+
 // Without a mask a part of the keys may be absorbed before any query is known.
 TYPED_TEST(StateFlow, CutKeysWithoutAMask) {
   using T = typename TypeParam::T;

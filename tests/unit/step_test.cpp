@@ -237,6 +237,28 @@ TYPED_TEST(Step, TokenByTokenIsOnePass) {
     }
 }
 
+// Affine attention without norms, and with replaced row sums: the numbers of keys count.
+TYPED_TEST(Step, AffineTokens) {
+  using T = typename TypeParam::T;
+  using V = typename TypeParam::V;
+  if constexpr (!std::is_same_v<V, Affine>) {
+    GTEST_SKIP() << "settings of affine attention";
+  } else {
+    for (const QkNorm norm : {QkNorm::none, QkNorm::l2})
+      for (const bool clamp : {false, true}) {
+        const Options options{
+            .causal = true,
+            .small_normaliser = clamp ? SmallNormaliser::clamp : SmallNormaliser::check,
+            .least_normaliser = clamp ? 1.7 : 0};
+        Case c = random_case<T, V>({2, 4, 2, 21, 21, 5, 7}, options);
+        c.affine = {.scale = 0.2, .qk_norm = norm};
+        for (int n = 0; n < 42; ++n) c.key_mask.push_back(static_cast<std::uint8_t>(n % 5 != 2));
+        this->check(c, options, 0, Layout::right, false);
+        this->check(c, options, 9, Layout::gaps, true);
+      }
+  }
+}
+
 TYPED_TEST(Step, HiddenKeysChangeNoSum) {
   using T = typename TypeParam::T;
   using V = typename TypeParam::V;

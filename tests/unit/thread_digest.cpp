@@ -39,6 +39,8 @@ void print(const Problem& p, const Options& options) {
   digest.add(outcome.v);
   digest.add(outcome.alpha);
   digest.add(outcome.beta);
+  digest.add(outcome.constant);
+  digest.add(outcome.scale);
   std::printf("%s %s %zu %016llx\n", V::name, describe(p, options).c_str(), sizeof(T),
               digest.value());
 }
@@ -54,7 +56,7 @@ int main(int argc, char** argv) {
         for (const Problem& p :
              {Problem{1, 1, 1, 300, 300, 9, 11}, Problem{2, 6, 3, 130, 170, 6, 5}}) {
           print<float, V>(p, {.causal = causal, .segments = segments});
-          print<double, V>(p, {.causal = causal, .segments = segments});
+          print<double, V>(p, {.causal = causal, .segments = segments, .dropout = {.p = 0.2}});
         }
   });
   return 0;

@@ -239,7 +239,7 @@ struct Arguments {
   }
   KOKKOS_FORCEINLINE_FUNCTION bool has_noise() const { return dropout.p > 0; }
   /// Whether somebody asks how many keys a row sees.
-  KOKKOS_FORCEINLINE_FUNCTION bool counts_keys() const { return has_constant || clamp || may_record; }
+  KOKKOS_FORCEINLINE_FUNCTION bool counts_keys() const { return has_constant || clamp || records; }
   KOKKOS_FORCEINLINE_FUNCTION bool stores_native() const {
     return q.storage == Storage::native;  // all tensors of a call are stored alike
   }
@@ -281,13 +281,15 @@ struct Visibility {
   KOKKOS_FORCEINLINE_FUNCTION bool everything() const { return !nothing && !mask; }
 };
 
-/// Normals of one row of a window begin at a multiple of this many, if rows are not side by side.
-KOKKOS_FORCEINLINE_FUNCTION std::int64_t noise_stride(std::int64_t values) {
-  return (values + 3 + noise_block - 1) / noise_block * noise_block;
+/// Normals of one row of a window begin at a multiple of this many, if rows are not side by side: they are made four at
+/// a time, on the host in blocks.
+KOKKOS_FORCEINLINE_FUNCTION std::int64_t noise_stride(std::int64_t values, bool host) {
+  const std::int64_t block = host ? noise_block : 4;
+  return (values + 3 + block - 1) / block * block;
 }
 /// Numbers that hold the normals of `rows` rows, wherever the first stands among the four of its counter.
-KOKKOS_FORCEINLINE_FUNCTION std::int64_t noise_size(std::int64_t rows, std::int64_t values) {
-  return rows * noise_stride(values) + noise_block;
+KOKKOS_FORCEINLINE_FUNCTION std::int64_t noise_size(std::int64_t rows, std::int64_t values, bool host) {
+  return rows * noise_stride(values, host) + noise_block;
 }
 
 /// The walks a worker can be asked for.
@@ -328,7 +330,7 @@ struct Tiles {
   /// Tiles for `walk` with the window of `args`.
   template <class Args>
   KOKKOS_FUNCTION Tiles(ArenaCursor& arena, const Args& args, Walk walk, bool transposed, bool scaled,
-                        bool normalised_rows) {
+                        bool divides_by_norm) {
     const int c = padded_rows(args.plan.chunk);
     const int r = padded_rows(args.window.features);
     const int v = padded_rows(args.window.values);
@@ -378,12 +380,12 @@ struct Tiles {
       if (args.plan.compensated) value_sums_low = arena.take<A>(ldv);
       constants = arena.take<A>(c);
     }
-    if (args.counts_keys()) row_counts = arena.take<A>(c);
+    if (args.counts_keys() || args.may_record) row_counts = arena.take<A>(c);
     if (args.center_v) centre = arena.take<A>(ldv);
-    if (normalised_rows && has_keys) key_factors = arena.take<A>(c);
-    if (normalised_rows && has_queries) query_factors = arena.take<A>(c);
-    if (args.has_noise() && has_queries) noise = arena.take<A>(noise_size(c, args.window.values));
-    if (!args.stores_native() || normalised_rows) staging = arena.take<A>(2 * std::int64_t(c) * ld_staging);
+    if (divides_by_norm && has_keys) key_factors = arena.take<A>(c);
+    if (divides_by_norm && has_queries) query_factors = arena.take<A>(c);
+    if (args.has_noise() && has_queries) noise = arena.take<A>(noise_size(c, args.window.values, args.host));
+    if (!args.stores_native() || divides_by_norm) staging = arena.take<A>(2 * std::int64_t(c) * ld_staging);
     if (scaled) {
       shift = arena.take<int>(ld_shift);
       new_shift = arena.take<int>(ld_shift);

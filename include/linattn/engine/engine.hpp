@@ -51,7 +51,7 @@ template <class ExecSpace, Walk Kind, class A, class QueryMap, class KeyMap>
 struct WalkKernel {
   using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
-  static constexpr bool normalised_rows = NormalisedFeatureMap<KeyMap>;
+  static constexpr bool divides_by_norm = RowNormFeatureMap<KeyMap>;
 
   Args args;
   bool transposed;
@@ -76,7 +76,7 @@ struct WalkKernel {
              [&](int i) { reinterpret_cast<int*>(memory)[i] = 0; });
     team.barrier();
     ArenaCursor arena(memory);
-    const Tiles<A> tiles(arena, args, Kind, transposed, scaled, normalised_rows);
+    const Tiles<A> tiles(arena, args, Kind, transposed, scaled, divides_by_norm);
     if (tiles.one && team.rank() == 0) *tiles.one = A(1);
     team.barrier();
     Walker<Team, A, QueryMap, KeyMap> walker(team, args, tiles, transposed);
@@ -246,19 +246,35 @@ inline void require_rows(const Problem& problem, std::int64_t features) {
 }
 
 template <class A>
-A finite_scale(double scale) {
-  const A rounded = static_cast<A>(scale);
+A finite(const char* name, double x) {
+  const A rounded = static_cast<A>(x);
   if (!(rounded - rounded == A(0)))
-    throw InvalidArgument(
-        message("LinAttn: scale must be finite in the precision of the sums, found ", scale));
+    throw InvalidArgument(message("LinAttn: ", name, " must be finite in the precision of the sums, found ", x));
   return rounded;
+}
+
+/// The rate and eps of a row-norm map that has one for all heads.
+template <class A, class Map>
+void require_finite_rate(const Map& map) {
+  if constexpr (RowNormFeatureMap<Map>) {
+    finite<A>("norm_eps", map.eps);
+    finite<A>("the score scale", map.factor);
+    if (!map.rate.per_head()) finite<A>("a times the score scale", map.rate.value() * map.factor);
+  }
+}
+
+template <class A, Variant V>
+Parameter finite_constant(const Parameter& constant) {
+  if (!constant.per_head()) finite<A>(V::constant_parameter, constant.value());
+  return constant;
 }
 
 /// Whether small row sums are replaced, the request checked.
 template <class A, Variant V>
 bool is_clamp(SmallNormaliser policy, double least, bool normalise) {
   if (!(least >= 0) || !(static_cast<A>(least) - static_cast<A>(least) == A(0)))
-    throw InvalidArgument(message("LinAttn: least_normaliser must be finite and not negative, found ", least));
+    throw InvalidArgument(message("LinAttn: least_normaliser must be finite in the precision of the sums and not "
+                                  "negative, found ", least));
   if (!normalise || policy != SmallNormaliser::clamp) return false;
   if (ScaledFeatureMap<key_map_t<V>>)
     throw InvalidArgument(message("LinAttn: row sums of ", V::name, " are relative to their largest exponent and "
@@ -285,10 +301,10 @@ class Call {
   using KeyMap = key_map_t<V>;
   using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
-  static constexpr bool normalised_rows = NormalisedFeatureMap<KeyMap>;
+  static constexpr bool divides_by_norm = RowNormFeatureMap<KeyMap>;
   static constexpr bool has_constant = has_constant_v<V>;
-  static_assert(NormalisedFeatureMap<QueryMap> == normalised_rows,
-                "LinAttn: query and key map must both be normalised maps or both not be");
+  static_assert(RowNormFeatureMap<QueryMap> == divides_by_norm,
+                "LinAttn: query and key map must both divide rows by a norm or both not");
 
   /// Checks extents, parameters and options, and makes the plan.
   Call(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass, Storage storage,
@@ -311,7 +327,7 @@ class Call {
     m_args.features = static_cast<int>(features);
     m_args.causal = options.causal;
     m_args.normalise = options.normalise.value_or(V::normalise_by_default);
-    m_args.scale = finite_scale<A>(options.scale);
+    m_args.scale = finite<A>("scale", options.scale);
     m_args.allow_tf32 = options.allow_tf32;
     m_args.host = is_host_space_v<ExecSpace>;
     m_args.q.storage = storage;
@@ -375,10 +391,22 @@ class Call {
     bind_state(name, state, m_args.sequences, m_args.kv_heads, m_args.features, m_args.dv,
                {scaled, has_constant, has_constant && with_count}, caller);
     if (caller.present && m_args.center_v)
-      throw InvalidArgument(message("LinAttn: center_v is not for calls with states, found an ", name));
+      throw InvalidArgument(message("LinAttn: center_v is not for calls with states, found: ", name));
+    if (caller.present && m_args.clamp) require_counts(name);
+    if constexpr (divides_by_norm) {
+      if (caller.present && m_args.query_map.of_sequence())
+        throw InvalidArgument(message("LinAttn: keys of a state were divided by another largest norm than those of the "
+                                      "call; use qk_norm l2 or none, found qk_norm max and: ", name));
+    }
+  }
+  static void require_counts(const char* name) {
+    if (!has_constant)
+      throw InvalidArgument(message("LinAttn: row sums are judged by the number of keys that they are over, which states "
+                                    "of ", V::name, " do not have, found: ", name));
   }
   void enter_record(const TensorRef<NormaliserRecord, 2, ExecSpace>& smallest) {
     if (!smallest.present()) return;
+    if (m_args.initial.present) require_counts("initial state");
     require_output("smallest", smallest, {m_args.sequences, m_args.heads});
     if (!m_args.may_record)
       throw InvalidArgument("LinAttn: the smallest row sum is recorded where rows are normalised, small_normaliser is "
@@ -452,7 +480,7 @@ class Call {
     if constexpr (ParameterizedFeatureMap<QueryMap>)
       sum_parts("LinAttn::backward::query_parameter", parameters.query_parameter, m_args.query_parameter_parts, 1.0,
                 m_args.nq, m_args.group);
-    if constexpr (normalised_rows) {
+    if constexpr (divides_by_norm) {
       sum_parts("LinAttn::backward::query_parameter", parameters.query_parameter, m_args.query_parameter_parts,
                 m_args.query_map.factor, m_args.nq, m_args.group);
       sum_parts("LinAttn::backward::scale", parameters.scale, m_args.query_parameter_parts, m_args.query_map.rate,
@@ -466,14 +494,16 @@ class Call {
 
  private:
   void enter_constant(const V& variant) {
+    require_finite_rate<A>(m_args.query_map);
     if constexpr (has_constant) {
       m_args.has_constant = true;
-      m_args.constant = resolved(variant, m_problem).constant();
+      m_args.constant = finite_constant<A, V>(resolved(variant, m_problem).constant());
     }
   }
 
   void enter_dropout(const Dropout& dropout) {
     dropout.validate(m_problem);
+    finite<A>("dropout p", dropout.p);
     m_args.dropout = dropout;
     if (dropout.heads == 0) m_args.dropout.heads = m_problem.heads;
     if (dropout.queries == 0) m_args.dropout.queries = m_problem.nq;
@@ -516,7 +546,7 @@ class Call {
 
   /// The largest norms of queries and keys, for maps that divide by them.
   void find_largest_rows(const char* norms, const char* largest) {
-    if constexpr (normalised_rows) {
+    if constexpr (divides_by_norm) {
       const auto find = [&](const StoredTensor<A>& x, LargestRows<A>& found) {
         const std::int64_t rows = m_args.sequences * found.heads;
         launch_range(norms, rows * found.blocks, FindLargestRows<A, Args>{m_args, x, found});
@@ -533,7 +563,7 @@ class Call {
   void add_largest_row_gradients(const char* label, const LargestRows<A>& largest, const Map& map,
                                  const StoredTensor<A>& x, const StoredTensor<A>& d_x, const double* parts,
                                  std::int64_t group) {
-    if constexpr (normalised_rows) {
+    if constexpr (divides_by_norm) {
       if (largest.rows)
         launch_range(label, m_args.sequences * largest.heads,
                      AddLargestRowGradient<A, Map, Args>{m_args, map, x, d_x, largest, parts,
@@ -572,7 +602,7 @@ class Call {
     std::size_t most = 0;
     const auto count = [&](Walk walk, bool transposed) {
       ArenaCursor counter;
-      Tiles<A>(counter, args, walk, transposed, scaled, normalised_rows);
+      Tiles<A>(counter, args, walk, transposed, scaled, divides_by_norm);
       most = std::max(most, counter.required());
     };
     for_each_window(args, [&] {
@@ -614,14 +644,14 @@ class Call {
     if (m_pass == Pass::backward) {
       if constexpr (scaled)
         m_args.shift_table = arena.take<int>(units() * m_args.shift_entries * m_args.features);
-      if constexpr (ParameterizedFeatureMap<QueryMap> || normalised_rows)
+      if constexpr (ParameterizedFeatureMap<QueryMap> || divides_by_norm)
         m_args.query_parameter_parts = arena.take<double>(tasks * m_args.group);
-      if constexpr (ParameterizedFeatureMap<KeyMap> || normalised_rows)
+      if constexpr (ParameterizedFeatureMap<KeyMap> || divides_by_norm)
         m_args.key_parameter_parts = arena.take<double>(tasks);
       if constexpr (has_constant) m_args.constant_parts = arena.take<double>(tasks * m_args.group);
     }
     if (m_args.may_record) m_args.records = arena.take<NormaliserRecord>(tasks * m_args.group);
-    if constexpr (normalised_rows) {
+    if constexpr (divides_by_norm) {
       if (m_args.query_map.of_sequence())
         place_largest_rows(arena, m_args.largest_queries, m_args.heads, m_problem.longest_queries(), false);
       if (m_args.key_map.of_sequence())

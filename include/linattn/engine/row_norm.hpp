@@ -3,7 +3,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <linattn/feature_map.hpp>
 #include <linattn/team.hpp>
+#include <type_traits>
 
 /// \file row_norm.hpp
 /// Norms of rows, and sums along them, in an order that depends on their length alone: rows that do not lie side by
@@ -33,7 +35,7 @@ KOKKOS_FORCEINLINE_FUNCTION A sum_along(int n, const Term& term) {
   }
 }
 
-/// sqrt(sum x^2 + eps), in fp64 relative to the largest entry: for any stride, and squares that leave the range of A.
+/// sqrt(sum x^2 + eps), relative to the largest entry: where squares leave the range of A.
 template <class A>
 LINATTN_OUTLINE KOKKOS_FUNCTION A careful_norm(const A* x, std::int64_t element, int n, A eps) {
   using std::sqrt;
@@ -45,12 +47,37 @@ LINATTN_OUTLINE KOKKOS_FUNCTION A careful_norm(const A* x, std::int64_t element,
   if (largest == A(0)) return sqrt(eps);
   if (!(largest - largest == A(0))) return largest;
   const double scale = static_cast<double>(largest);
-  double part[4] = {static_cast<double>(eps) / scale / scale};
+  double sum = static_cast<double>(eps) / scale / scale;
   for (int i = 0; i < n; ++i) {
     const double entry = static_cast<double>(x[i * element]) / scale;
-    part[i % 4] += entry * entry;
+    sum += entry * entry;
   }
-  return static_cast<A>(scale * sqrt((part[0] + part[1]) + (part[2] + part[3])));
+  return static_cast<A>(scale * sqrt(sum));
+}
+
+/// sqrt(sum x^2) of a row of any stride and storage S, one code for all strides.
+template <class A, class S>
+LINATTN_OUTLINE KOKKOS_FUNCTION A strided_norm(const S* x, std::int64_t element, int n) {
+  using std::sqrt;
+  constexpr int parts = 8;
+  double part[parts] = {};
+  const auto add = [&](int i, int p) {
+    const double entry = static_cast<double>(static_cast<A>(x[i * element]));
+    if constexpr (std::is_same_v<S, double>)
+      part[p] = fused_multiply_add(entry, entry, part[p]);  // by name: compilers choose for each stride
+    else
+      part[p] += entry * entry;  // the square is exact
+  };
+  int i = 0;
+  for (; i + parts <= n; i += parts)
+    for (int p = 0; p < parts; ++p) add(i + p, p);
+  for (; i < n; ++i) add(i, i % parts);
+  for (int width = parts / 2; width > 0; width /= 2)
+    for (int p = 0; p < width; ++p) part[p] += part[p + width];
+  if constexpr (std::is_same_v<S, double>) {
+    if (!(part[0] >= 1e-290 && part[0] <= 1e305)) return careful_norm(x, element, n, 0.0);
+  }
+  return static_cast<A>(sqrt(part[0]));
 }
 
 /// sqrt(sum x^2 + eps) of a row side by side.

@@ -180,7 +180,7 @@ struct SmallestRecords {
     NormaliserRecord least{power_of_two<double>(1024), -1};
     for (std::int64_t s = 0; parts && s < parts_of_unit; ++s) {
       const NormaliserRecord& part = parts[((sequence * kv_heads + head / group) * parts_of_unit + s) * group + head % group];
-      if (part.row >= 0 && least.ratio == least.ratio && !(part.ratio >= least.ratio)) least = part;
+      if (part.row >= 0 && is_smaller(part, least)) least = part;
     }
     smallest(sequence, head) = least;
   }
@@ -217,18 +217,7 @@ struct FindLargestRows {
   KOKKOS_FUNCTION A norm_of(std::int64_t b, std::int64_t head, std::int64_t row) const {
     A norm = A(0);
     with_storage<A>(x.storage, [&]<class S>(std::type_identity<S>) {
-      const S* from = x.template row<S>(b, head, row);
-      if constexpr (std::is_same_v<S, A>) {
-        norm = careful_norm(from, x.element_stride, args.d, A(0));
-      } else {
-        using std::sqrt;
-        double part[4] = {};
-        for (int d = 0; d < args.d; ++d) {
-          const double entry = static_cast<double>(static_cast<A>(from[d * x.element_stride]));
-          part[d % 4] += entry * entry;
-        }
-        norm = static_cast<A>(sqrt((part[0] + part[1]) + (part[2] + part[3])));
-      }
+      norm = strided_norm<A>(x.template row<S>(b, head, row), x.element_stride, args.d);
     });
     return norm;
   }

@@ -114,7 +114,7 @@ struct StepKernel {
   /// f = phi(x); shift_of(d) matters to scaled maps only.
   template <class Map, class Team, class Bound, class Shift>
   KOKKOS_FUNCTION void features(const Team& team, const Bound& map, const A* x, A* f, const Shift& shift_of) const {
-    if constexpr (NormalisedFeatureMap<Map>) {
+    if constexpr (RowNormFeatureMap<Map>) {
       const A factor = map.rate * (map.per_row ? inverse_norm(row_norm<Team>(x, args.d, map.eps)) : A(1));
       for_each(team, args.features, [=](int d) { f[d] = x[d] * factor; });
     } else if constexpr (RowFeatureMap<Map>) {
@@ -194,9 +194,7 @@ struct StepKernel {
           for (int d = 0; d < count; ++d) s += f[d] * *args.after.sums.row(b, kv_head, d);
           const A keys = static_cast<A>(args.before.count(b) + (visible ? 1 : 0));
           if (args.has_constant) s += static_cast<A>(args.constant(head)) * keys;
-          const A least = args.least_normaliser * keys;
-          if (args.clamp && (s < A(0) ? -s : s) < least) s = s < A(0) ? -least : least;
-          rows.row_scale[g] = s - s == A(0) ? s : s - s;  // as forward(): an overflow is no row of zeros
+          rows.row_scale[g] = clamped_row_sum(s, args.clamp ? args.least_normaliser * keys : A(0)).value;
         } else if (scaled && row_shift > no_shift / 2) {
           const int half = row_shift / 2;
           rows.row_scale[g] = args.scale * power_of_two<A>(half) * power_of_two<A>(row_shift - half);
@@ -312,12 +310,13 @@ class StepCall {
     problem.validate(false);
     const std::int64_t features = validate_variant<ExecSpace>(variant, problem, Pass::step, true);
     require_rows(problem, features);
-    m_args.scale = finite_scale<A>(options.scale);
+    m_args.scale = finite<A>("scale", options.scale);
     m_args.normalise = options.normalise.value_or(V::normalise_by_default);
     if constexpr (has_constant_v<V>) {
       m_args.has_constant = true;
-      m_args.constant = resolved(variant, problem).constant();
+      m_args.constant = finite_constant<A, V>(resolved(variant, problem).constant());
     }
+    require_finite_rate<A>(m_args.query_map);
     m_args.clamp = is_clamp<A, V>(options.small_normaliser, options.least_normaliser, m_args.normalise);
     m_args.least_normaliser = static_cast<A>(options.least_normaliser);
     m_args.sequences = problem.batch;
@@ -358,6 +357,9 @@ class StepCall {
     const StateParts parts{scaled, has_constant_v<V>, has_constant_v<V>};
     bind_state("state before the token", before, p.batch, p.kv_heads, m_args.features, p.dv, parts, m_args.before);
     bind_state("state after the token", after, p.batch, p.kv_heads, m_args.features, p.dv, parts, m_args.after);
+    if (m_args.clamp && m_args.before.present && !has_constant_v<V>)
+      throw InvalidArgument(message("LinAttn: row sums are judged by the number of keys that they are over, which states "
+                                    "of ", V::name, " do not have; a step of it cannot clamp"));
     require_size(workspace, workspace_bytes(), "a step of " + p.to_string());
     if (units() == 0) return count_key();
     require_memory(workspace);

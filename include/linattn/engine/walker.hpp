@@ -40,7 +40,7 @@
 /// a sum) take part in the products where the caller keeps them, and results are stored there, if they
 /// fill whole tiles. Otherwise they go through tiles; the numbers are the same.
 ///
-/// **Normalised maps** keep 1/rho of each row of a chunk, which the pullback needs again.
+/// **Row-norm maps** keep 1/rho of each row of a chunk, which the pullback needs again.
 ///
 /// **Noise** multiplies rows of o on their way out, and rows of dO on their way in, after e_i = -(dO_i . y_i)/s_i is
 /// formed from the rows y that the noise has multiplied: no division by 1 + p n.
@@ -61,7 +61,7 @@ class Walker {
  public:
   using Args = Arguments<A, QueryMap, KeyMap>;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
-  static constexpr bool normalised_rows = NormalisedFeatureMap<KeyMap>;
+  static constexpr bool divides_by_norm = RowNormFeatureMap<KeyMap>;
 
   KOKKOS_FUNCTION Walker(const Team& team, const Args& args, const Tiles<A>& tiles, bool transposed)
       : m_team(team), m_args(args), m_tiles(tiles), m_transposed(transposed) {}
@@ -1031,7 +1031,7 @@ class Walker {
             const int scale = row_shift[first + r];
             return [=](int d) { return scale - window[d]; };
           },
-          [=](int r) { return row_shift[first + r] > no_shift / 2; }, RowFactors{});  // it sees a key
+          [=](int r) { return row_shift[first + r] > no_shift / 2; }, no_factors());  // it sees a key
     } else {
       (void)running;
       features<QueryMap>(map, fetch_features<QueryMap>(m_args.q, head, query_begin(rows) + first, count, all),
@@ -1081,21 +1081,9 @@ class Walker {
   /// Whether rows of a plain sum are what the products give.
   KOKKOS_FUNCTION bool unit_scale() const { return !m_args.normalise && !scaled && m_args.scale == A(1); }
 
-  /// An overflowed denominator must not pass as a row of zeros.
-  KOKKOS_FUNCTION static A divisor(A s) { return s - s == A(0) ? s : s - s; }
-
-  /// The row sum that a row is divided by, and whether it stands in for its own.
-  struct RowSum {
-    A value;
-    bool replaced;
-  };
-  KOKKOS_FUNCTION RowSum row_sum(A s, int row) const {
-    if (m_args.clamp) {
-      const A least = m_args.least_normaliser * m_tiles.row_counts[row];
-      const A size = s < A(0) ? -s : s;
-      if (size < least) return {s < A(0) ? -least : least, true};
-    }
-    return {divisor(s), false};
+  /// What the row with the sum s is divided by.
+  KOKKOS_FUNCTION RowSum<A> row_sum(A s, int row) const {
+    return clamped_row_sum(s, m_args.clamp ? m_args.least_normaliser * m_tiles.row_counts[row] : A(0));
   }
 
   KOKKOS_FUNCTION void clear_records() {
@@ -1110,8 +1098,8 @@ class Walker {
     NormaliserRecord& record = m_args.records[m_task * m_args.group + g];
     for (int i = first; i < rows; ++i) {
       const A s = divisor(sums[i]), count = m_tiles.row_counts[i];
-      const double ratio = static_cast<double>(s < A(0) ? -s : s) / static_cast<double>(count);
-      if (count > A(0) && record.ratio == record.ratio && !(ratio >= record.ratio)) record = {ratio, begin + i};
+      const NormaliserRecord here{static_cast<double>(s < A(0) ? -s : s) / static_cast<double>(count), begin + i};
+      if (count > A(0) && is_smaller(here, record)) record = here;
     }
   }
 
@@ -1207,9 +1195,11 @@ class Walker {
   struct Noise {
     const A* data;
     std::int64_t first;  // element of the whole problem that row 0 begins with
-    std::int64_t row, ld;
+    std::int64_t row;    // elements from row to row there, and in `data`
+    std::int64_t ld;
+    bool side_by_side;   // rows follow each other without a gap
     KOKKOS_FORCEINLINE_FUNCTION const A* operator()(int r) const {
-      return data + r * ld + ((ld == row ? first : first + r * row) & 3);
+      return data + r * ld + ((side_by_side ? first : first + r * row) & 3);
     }
   };
 
@@ -1218,18 +1208,30 @@ class Walker {
     const std::int64_t dv = m_args.dv;
     const std::int64_t row =
         ((m_sequence.batch + d.first_batch) * d.heads + head + d.first_head) * d.queries + begin + d.first_query;
-    Noise noise{m_tiles.noise, row * dv + m_first_value, dv, m_dv == dv ? dv : noise_stride(m_dv)};
-    const auto fill = [&](std::int64_t first, std::int64_t count, A* to) {
-      const std::int64_t counter = first >> 2;
-      fill_normals(m_team, d.seed, d.offset, static_cast<std::uint64_t>(counter),
-                   ((first + count - 1) >> 2) - counter + 1, to);
-    };
+    const bool whole_rows = m_dv == dv;
+    const Noise noise{m_tiles.noise, row * dv + m_first_value, dv,
+                      whole_rows ? dv : noise_stride(m_dv, Team::on_host), whole_rows};
+    const auto counters = [](std::int64_t first, std::int64_t count) { return ((first + count - 1) >> 2) - (first >> 2) + 1; };
     m_team.barrier();
     if (rows > 0 && m_dv > 0) {
-      if (m_dv == dv)  // side by side
-        fill(noise.first, rows * dv, m_tiles.noise);
-      else
-        for (int r = 0; r < rows; ++r) fill(noise.first + r * dv, m_dv, m_tiles.noise + r * noise.ld);
+      if (whole_rows) {
+        fill_normals(m_team, d.seed, d.offset, static_cast<std::uint64_t>(noise.first >> 2),
+                     counters(noise.first, rows * dv), m_tiles.noise);
+      } else if constexpr (Team::on_host) {
+        for (int r = 0; r < rows; ++r) {
+          const std::int64_t first = noise.first + r * dv;
+          fill_normals(m_team, d.seed, d.offset, static_cast<std::uint64_t>(first >> 2), counters(first, m_dv),
+                       m_tiles.noise + r * noise.ld);
+        }
+      } else {
+        const int each = static_cast<int>(noise.ld / 4);  // counters of a row, some of which it may not need
+        A* const to = m_tiles.noise;
+        for_each(m_team, rows * each, [=](int i) {
+          const std::int64_t first = noise.first + i / each * dv;
+          four_normals(d.seed, d.offset, static_cast<std::uint64_t>((first >> 2) + i % each),
+                       to + i / each * noise.ld + i % each * 4);
+        });
+      }
     }
     m_team.barrier();
     return noise;
@@ -1555,12 +1557,12 @@ class Walker {
   KOKKOS_FUNCTION Rows<A> fetch_features(const StoredTensor<A>& t, std::int64_t head, std::int64_t begin, int rows,
                                          const Visible& visible) {
     if constexpr (mixes_entries_v<Map>)
-      return fetch<NormalisedFeatureMap<Map>>(t, head, begin, rows, 0, m_args.d, visible);
+      return fetch<RowNormFeatureMap<Map>>(t, head, begin, rows, 0, m_args.d, visible);
     else
       return fetch(t, head, begin, rows, m_first_feature, m_features, visible);
   }
 
-  /// Factors 1/rho of rows, for normalised maps: where they are kept, that of the sequence, and the row it is taken
+  /// Factors 1/rho of rows, for row-norm maps: where they are kept, that of the sequence, and the row it is taken
   /// from, whose gradient is kept until all rows have added to that of rho.
   struct RowFactors {
     A* rows = nullptr;
@@ -1568,6 +1570,7 @@ class Walker {
     std::int64_t largest_row = -1;
     A* largest_gradient = nullptr;
   };
+  KOKKOS_FUNCTION static RowFactors no_factors() { return {}; }
   KOKKOS_FUNCTION RowFactors row_factors(const LargestRows<A>& largest, A* rows, std::int64_t head) const {
     if (!largest.rows) return {rows};
     const std::int64_t at = m_member * largest.heads + head;
@@ -1588,7 +1591,7 @@ class Walker {
                                                                 const Shift& shift, const Visible& visible,
                                                                 RowFactors factors) {
     const int ld = m_tiles.ldr;
-    if constexpr (NormalisedFeatureMap<Map>) {
+    if constexpr (RowNormFeatureMap<Map>) {
       const int size = m_args.d;
       for_each(m_team, count, [=](int r) {
         factors.rows[r] = map.per_row && visible(r) ? inverse_norm(row_norm<Team>(x.data + r * x.row, size, map.eps))
@@ -1643,7 +1646,7 @@ class Walker {
                                                                  RowFactors factors) {
     const Rows<A> x = fetch_features<Map>(t, head, begin, count, visible);
     const int ld = m_tiles.ldr;
-    if constexpr (NormalisedFeatureMap<Map>) {
+    if constexpr (RowNormFeatureMap<Map>) {
       pull_back_norm(map, x, head, begin, count, df, d_t, part, visible, factors);
     } else if constexpr (RowFeatureMap<Map>) {
       if (d_t) {
