@@ -67,7 +67,7 @@ struct Affine {
   QkNorm qk_norm = QkNorm::l2;
   double norm_eps = 1e-6;  ///< of l2
   /// A largest norm is one of the whole sequence, so under a causal mask later tokens change earlier rows: refused
-  /// unless asked for here. Refused in any case with states, whose keys were divided by another norm.
+  /// unless asked for here. Refused in any case with an initial state, whose keys were divided by another norm.
   bool max_norm_sees_future = false;
 
   double score_scale(std::int64_t d) const {

@@ -569,7 +569,7 @@ TEST(AffineRefusals, NameWhatIsWrong) {
   expect_refusal(ask({.b = 1e200}, {}), {"b must be finite", "found 1e+200"});
   expect_refusal(ask({.norm_eps = 1e300}, {}), {"norm_eps", "found 1e+300"});
   expect_refusal(ask({}, {.dropout = {.p = 1e300}}), {"dropout p", "found 1e+300"});
-  expect_refusal(ask({}, {.dropout = {.p = 0.1, .heads = std::int64_t(1) << 62}}), {"63 bits"});
+  expect_refusal(ask({}, {.dropout = {.p = 0.1, .heads = std::int64_t(1) << 60}}), {"63 bits"});
   expect_refusal(ask({.norm_eps = -1}, {}), {"norm_eps", "not negative", "found -1"});
   expect_refusal(ask({.norm_eps = nan}, {}), {"norm_eps", "found nan"});
   expect_refusal(ask({.qk_norm = QkNorm::max}, {.causal = true}),

@@ -393,11 +393,6 @@ class Call {
     if (caller.present && m_args.center_v)
       throw InvalidArgument(message("LinAttn: center_v is not for calls with states, found: ", name));
     if (caller.present && m_args.clamp) require_counts(name);
-    if constexpr (divides_by_norm) {
-      if (caller.present && m_args.query_map.of_sequence())
-        throw InvalidArgument(message("LinAttn: keys of a state were divided by another largest norm than those of the "
-                                      "call; use qk_norm l2 or none, found qk_norm max and: ", name));
-    }
   }
   static void require_counts(const char* name) {
     if (!has_constant)
@@ -808,6 +803,11 @@ void Call<A, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<Exe
     }
   }
   enter_state("initial state", in.state, m_args.initial, true);
+  if constexpr (divides_by_norm) {
+    if (m_args.initial.present && m_args.query_map.of_sequence())
+      throw InvalidArgument("LinAttn: keys of an initial state were divided by another largest norm than those of the "
+                            "call; use qk_norm l2 or none, found qk_norm max");
+  }
 }
 
 }  // namespace LinAttn::detail
