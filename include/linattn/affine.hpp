@@ -83,8 +83,8 @@ struct Affine {
   RowNormMap key_map() const { return {1.0, 1.0, qk_norm, norm_eps}; }
   Parameter constant() const { return b; }
 
-  /// \throws InvalidArgument for a = b = 0 (unchecked for values per head), a scale or eps that is not finite, and the largest norm where it would
-  /// see the future: under a causal mask, and in step()
+  /// \throws InvalidArgument for a = b = 0 (unchecked for values per head), a scale or eps that is not finite, and the
+  /// largest norm where it would see the future: under a causal mask, and in step()
   void validate(Pass pass, bool causal) const {
     if (!a.per_head() && !b.per_head() && a.value() * scale.value_or(1) == 0 && b.value() == 0)
       throw InvalidArgument(detail::message("LinAttn: affine attention needs a or b other than 0, found ",

@@ -15,13 +15,14 @@
 /// \file attention.hpp
 /// Linear attention, forward and backward: the public calls.
 ///
-///     o_i = sum_j w_ij v_j / sum_j w_ij        w_ij = phi_q(q_i) . phi_k(k_j)
+///     o_i = sum_j w_ij v_j / sum_j w_ij        w_ij = phi_q(q_i) . phi_k(k_j)   (affine: + b)
 ///
 /// summed over the visible keys: all of them, or those up to position i + nk - nq under a causal mask.
 /// Time O(N R Dv) and memory O(N (D + Dv)) for N tokens and R features.
 ///
 /// Calls enqueue kernels on the caller's execution-space instance and return; they neither fence nor
-/// allocate, except for the overloads without a workspace, which do both and say so. Arguments are
+/// allocate, except for the overloads without a workspace and check(), which do both and say so. Their arguments
+/// are declared in call.hpp. Arguments are
 /// non-owning references whose memory must live until the kernels have run; an output must overlap neither
 /// an input nor another output, except where said. The same inputs, options
 /// and plan give the same bits, whatever the number of threads and (but for step()) the layout of the Views.
@@ -29,7 +30,7 @@
 namespace LinAttn {
 
 /// How a pass of this problem will be cut into work. For Pass::step the problem has Nq = Nk = 1, and of the
-/// options normalise and scale count.
+/// options those that StepOptions has count.
 /// \throws InvalidArgument for extents, parameters or options that the call itself would refuse
 template <class T, class ExecSpace, Variant V>
 Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
@@ -43,8 +44,8 @@ std::size_t workspace_size(const ExecSpace& exec, const V& variant, const Proble
 
 /// o = attention(q, k, v) and, where given, the row sums.
 ///
-/// A row that sees no key, and one whose row sum is exactly 0, gives o = 0. Rows in the future of a
-/// causal row are never touched for it: a NaN there stays there. Overwrites `saved`; asynchronous.
+/// A row that sees no key gives o = 0, and so does one whose row sum is exactly 0 and not clamped. Rows in the
+/// future of a causal row are never touched for it: a NaN there stays there. Overwrites `saved`; asynchronous.
 ///
 ///     LinAttn::forward<float>(exec, LinAttn::Elu{}, {.q = q, .k = k, .v = v},
 ///                             {.o = o, .denominator = denominator}, workspace, {.causal = true});
@@ -116,19 +117,20 @@ void backward(const ExecSpace& exec, const V& variant,
 /// next to nothing. Does nothing unless options.small_normaliser is check and rows are normalised. Allocates memory for
 /// the records.
 ///
-/// \throws InvalidArgument if `saved.smallest` is missing; naming sequence, head, row and value where |s| / m < options.least_normaliser, s a row sum
-/// and m the keys that the row sees, or where s is not finite
+/// \throws InvalidArgument if `saved.smallest` is missing; naming sequence, head, row and value where
+/// |s| / m < options.least_normaliser, s a row sum and m the keys that the row sees, or where s is not finite
 template <class T, class ExecSpace>
 void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Options& options = {});
 
 /// One new token of every sequence: o (B,H,Dv) given the sums over all earlier keys, and the sums with its own.
 ///
 ///     S' = S + phi(k) v^T     z' = z + phi(k)     o = S'^T phi(q) / (z' . phi(q))
+///     affine: t' = t + v, m' = m + 1, + b t' in the numerator, + b m' in the denominator
 ///
 /// Time and memory traffic O(R Dv) a head, whatever the length so far; equals the next row of a causal
-/// forward() to rounding, rows whose sum is exactly 0 included. Overwrites `after` (S, z and, for lln, shift) and
-/// `o`. `before` is left as it is; without it no key came before; it may be the memory of `after`, or else must
-/// not overlap it. Gradients are those of backward() with Nq = Nk = 1 and states. Asynchronous.
+/// forward() to rounding, rows whose sum is exactly 0 included. Overwrites `after` (S, z; lln: shift;
+/// affine: t, m) and `o`. `before` is left as it is; without it no key came before; it may be the memory of `after`,
+/// or else must not overlap it. Gradients are those of backward() with Nq = Nk = 1 and states. Asynchronous.
 ///
 ///     LinAttn::step<float>(exec, LinAttn::Elu{}, {.q = q, .k = k, .v = v}, before, after, o, workspace);
 ///
@@ -226,7 +228,7 @@ void backward(const ExecSpace& exec, const V& variant,
     if (!gradient.present()) return;
     if (!name)
       throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " has no ", what, " to differentiate"));
-    detail::require_output(name, gradient, {heads});
+    detail::require_output(detail::message("gradient of ", name).c_str(), gradient, {heads});
   };
   require_parameter("query parameter", V::query_parameter, gradients.query_parameter, p.heads);
   require_parameter("key parameter", V::key_parameter, gradients.key_parameter, p.kv_heads);
@@ -268,7 +270,8 @@ void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Option
     throw InvalidArgument("LinAttn: check() reads Saved::smallest, which forward() was to be given, found nothing");
   const detail::Region region("LinAttn::check");
   const auto& records = saved.smallest;
-  const auto sequences = static_cast<std::size_t>(records.extent(0)), heads = static_cast<std::size_t>(records.extent(1));
+  const auto sequences = static_cast<std::size_t>(records.extent(0));
+  const auto heads = static_cast<std::size_t>(records.extent(1));
   using Records = Kokkos::View<const NormaliserRecord**, Kokkos::LayoutStride, typename ExecSpace::memory_space,
                                Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
   const Records device(records.data(), Kokkos::LayoutStride(sequences, static_cast<std::size_t>(records.stride(0)),

@@ -65,8 +65,9 @@ struct Inputs {
 /// it may be the memory of the initial state where no backward() follows, which reads the initial state.
 /// For lln the row sum is relative to the largest exponent of the row, which backward() finds again.
 ///
-/// With dropout `o` is what the noise has multiplied. `smallest` (M,H), if given, receives for each sequence and head
-/// where a row sum was smallest, for check(). `centred` (B,H,Nq,Dv), if given together with Options::center_v,
+/// With dropout `o` is what the noise has multiplied. Kept beside those only if given: `smallest` (M,H), which receives
+/// for each sequence and head where a row sum was smallest, for check() (normalised rows under SmallNormaliser::check,
+/// not of lln; refused otherwise). `centred` (B,H,Nq,Dv), if given together with Options::center_v,
 /// receives o before the centre was added back and before noise; backward() is more accurate with it.
 template <class ExecSpace, class T>
 struct Saved {
@@ -76,14 +77,14 @@ struct Saved {
   TensorRef<NormaliserRecord, 2, ExecSpace> smallest{};
   TensorRef<T, 4, ExecSpace> centred{};
 
-  /// Bytes kept for the backward pass beside inputs and output.
+  /// Bytes of the row sums: what the backward pass needs beside inputs and output.
   static std::size_t bytes(const Problem& p) {
     return static_cast<std::size_t>(p.batch * p.heads * p.nq) * sizeof(accumulator_t<T>);
   }
 };
 
 /// What backward() starts from: dL/do (B,H,Nq,Dv) and, where a loss reads the final state, dL/dS and
-/// dL/dz of it (with the shift of the final state where there is one).
+/// dL/dz of it (with the shift of the final state where there is one; affine: and dL/dt).
 template <class ExecSpace, class T>
 struct Cotangents {
   TensorRef<const T, 4, ExecSpace> o{};

@@ -21,8 +21,9 @@
 ///
 /// where the part of a sum that lies in the chunk itself goes through P and E. Without normalisation
 /// G_i = scale dO_i and e_i = 0. A constant b in the weights adds b to P, b t_i to n_i, b m_i to s_i and, to dV_j, the
-/// sum of b G_i over the rows that see key j; db = sum E. Sums t and m of values and keys belong to the state. S is kept features x values in the forward pass and transposed in the
-/// backward pass, where every product then finds its right factor row-major.
+/// sum of b G_i over the rows that see key j; db = sum E. Sums t and m of values and keys belong to the state. S is kept
+/// features x values in the forward pass and transposed in the backward pass, where every product then finds its right
+/// factor row-major.
 ///
 /// **Scaled maps.** Feature d of all keys is kept relative to 2^m_d, with the integer m_d at least the
 /// exponent of every key summed; the query compensates: Q_id = 2^(q + m_d - c_i), K_jd = 2^(k - m_d), and
