@@ -127,22 +127,6 @@ struct StateViews {
   }
 };
 
-/// The member of Gradients that is the gradient of a parameter.
-template <class ExecSpace, class T>
-auto& gradient_of(ParameterInfo::Role role, Gradients<ExecSpace, T>& gradients) {
-  switch (role) {
-    case ParameterInfo::Role::query:
-      return gradients.query_parameter;
-    case ParameterInfo::Role::key:
-      return gradients.key_parameter;
-    case ParameterInfo::Role::constant:
-      return gradients.constant;
-    case ParameterInfo::Role::scale:
-      break;
-  }
-  return gradients.scale;
-}
-
 /// Everything of a job that depends on space and precision but not on the variant.
 template <class ExecSpace, class T>
 struct Buffers {
@@ -233,7 +217,8 @@ struct Buffers {
   Gradients<ExecSpace, T> gradients(const VariantInfo& info) const {
     Gradients<ExecSpace, T> result{.q = d_q, .k = d_k, .v = d_v};
     for (std::size_t i = 0; i < info.parameters.size(); ++i)
-      gradient_of(info.parameters[i].role, result) = d_parameters[i];
+      info.parameters[i].pick(result.query_parameter, result.key_parameter, result.constant,
+                              result.scale) = d_parameters[i];
     result.state = d_first.reference();
     return result;
   }

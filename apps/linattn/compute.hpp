@@ -32,6 +32,22 @@ struct ParameterInfo {
   std::int64_t heads(const Problem& problem) const {
     return role == Role::key ? problem.kv_heads : problem.heads;
   }
+
+  /// The one of these that belongs to its role.
+  template <class T>
+  T& pick(T& query, T& key, T& constant, T& scale) const {
+    switch (role) {
+      case Role::query:
+        return query;
+      case Role::key:
+        return key;
+      case Role::constant:
+        return constant;
+      case Role::scale:
+        break;
+    }
+    return scale;
+  }
 };
 
 /// What the list of variants says about one of them.

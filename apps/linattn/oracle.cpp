@@ -19,22 +19,6 @@ bool is_known_to_reference(const std::string& variant) {
   }
 }
 
-/// The gradient of a parameter, one for each head, among those of the reference.
-template <class Set>
-const std::vector<double>& of_role(ParameterInfo::Role role, const Set& set) {
-  switch (role) {
-    case ParameterInfo::Role::query:
-      return set.alpha;
-    case ParameterInfo::Role::key:
-      return set.beta;
-    case ParameterInfo::Role::constant:
-      return set.constant;
-    case ParameterInfo::Role::scale:
-      break;
-  }
-  return set.score_scale;
-}
-
 void set_parameter(ParameterInfo::Role role, const std::vector<double>& per_head,
                    reference::Settings& settings) {
   switch (role) {
@@ -134,7 +118,8 @@ std::vector<NamedArray> gradients_of(const Job& job, const Set& d) {
                                     {"v", io::Array(d.v, job.v->extents())}};
   for (const ParameterInfo& parameter : variant_info(job.variant).parameters)
     gradients.push_back(
-        {parameter.name, io::Array(of_role(parameter.role, d), {parameter.heads(job.problem)})});
+        {parameter.name, io::Array(parameter.pick(d.alpha, d.beta, d.constant, d.score_scale),
+                                   {parameter.heads(job.problem)})});
   return gradients;
 }
 
