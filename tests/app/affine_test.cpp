@@ -65,7 +65,7 @@ struct Request {
   Arguments options;
   Config config;  ///< what the options are in a file
   Affine variant;
-  Options library;
+  Options call;
   bool changes_o = true;  ///< beyond rounding
 };
 
@@ -140,13 +140,13 @@ std::map<std::string, std::vector<double>> library_results(const Contents& input
   const Kokkos::View<double***, Kokkos::HostSpace> sums("sums", 2, 4, 6);
   const PerHead d_a("d_a", 4), d_b("d_b", 4), d_scale("d_scale", 4);
   Saved<Exec, double> saved{.o = o, .denominator = sums};
-  if (request.library.center_v) saved.centred = centred;
+  if (request.call.center_v) saved.centred = centred;
   const Inputs<Exec, double> inputs{.q = q, .k = k, .v = v};
-  forward<double>(exec, request.variant, inputs, saved, request.library);
+  forward<double>(exec, request.variant, inputs, saved, request.call);
   backward<double>(
       exec, request.variant, inputs, saved, d_o,
       {.q = d_q, .k = d_k, .v = d_v, .query_parameter = d_a, .constant = d_b, .scale = d_scale},
-      request.library);
+      request.call);
   const auto all = [](const auto& view) {
     return std::vector<double>(view.data(), view.data() + view.size());
   };
@@ -204,7 +204,7 @@ TEST_F(AffineProgram, EveryOptionIsThatOfTheLibrary) {
     EXPECT_EQ(json["settings"].size(), 13u);
     EXPECT_EQ(json["max_norm_sees_future"], request.variant.max_norm_sees_future);
     const std::size_t sums = 2 * 4 * 6 * 8, rows = 2 * 4 * 6 * 5 * 8;
-    EXPECT_EQ(json["saved_bytes"], sums + (request.library.center_v ? rows : 0)) << text;
+    EXPECT_EQ(json["saved_bytes"], sums + (request.call.center_v ? rows : 0)) << text;
 
     // The same said by the file gives the same.
     Contents said = input;

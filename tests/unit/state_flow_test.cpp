@@ -91,12 +91,17 @@ class StateFlow : public BoundedTest {
   using ExecSpace = typename C::ExecSpace;
 
   /// Forward of both parts, then backward of both in reverse, joined.
-  static Outcome<T> in_two_parts(Case first, Case second, const Options& options) {
+  static Outcome<T> in_two_parts(const Case& first, const Case& second, const Options& options) {
+    return in_two_parts(first, second, options, options);
+  }
+  /// The same where the second part has options of its own.
+  static Outcome<T> in_two_parts(Case first, Case second, const Options& options,
+                                 const Options& later) {
     first.wants_last = true;
     Attention<T, ExecSpace, V> before(first, options);
     before.forward();
     second.initial = last_state(before.outcome());
-    const auto after = attend<T, ExecSpace, V>(second, options);
+    const auto after = attend<T, ExecSpace, V>(second, later);
     first.last_cotangent = StateValues{{after.d_S.begin(), after.d_S.end()},
                                        {after.d_z.begin(), after.d_z.end()},
                                        {},
@@ -159,27 +164,8 @@ TYPED_TEST(StateFlow, AffinePartsWithNoise) {
     options.dropout.queries = 90;
     Options later = options;
     later.dropout.first_query = 40;
-    Case first = part_of(c, 0, 40, 0, 40), second = part_of(c, 40, 90, 40, 90);
-    first.wants_last = true;
-    Attention<T, typename TypeParam::ExecSpace, V> before(first, options);
-    before.forward();
-    second.initial = last_state(before.outcome());
-    const auto after = attend<T, typename TypeParam::ExecSpace, V>(second, later);
-    first.last_cotangent = StateValues{{after.d_S.begin(), after.d_S.end()},
-                                       {after.d_z.begin(), after.d_z.end()},
-                                       {},
-                                       {after.d_t.begin(), after.d_t.end()}};
-    const auto earlier = attend<T, typename TypeParam::ExecSpace, V>(first, options);
-    Outcome<T> found = earlier;
-    found.o = joined(earlier.o, after.o, 8);
-    found.q = joined(earlier.q, after.q, 8);
-    found.k = joined(earlier.k, after.k, 4);
-    found.v = joined(earlier.v, after.v, 4);
-    for (std::size_t h = 0; h < 4; ++h) {
-      found.alpha[h] += after.alpha[h];
-      found.constant[h] += after.constant[h];
-      found.scale[h] += after.scale[h];
-    }
+    const auto found =
+        this->in_two_parts(part_of(c, 0, 40, 0, 40), part_of(c, 40, 90, 40, 90), options, later);
     EXPECT_TRUE((agrees<T, V>(c, found, expected, 64)));
   }
 }
