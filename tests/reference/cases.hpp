@@ -96,7 +96,8 @@ inline std::vector<double> features(Random& random, const reference::Settings& s
 template <class Real>
 Case<Real> random_case(const Problem& problem, reference::Settings settings, std::uint64_t number) {
   Random random(seed() + number);
-  if (settings.kernel == reference::Kernel::lln) {
+  const bool diag = settings.kernel == reference::Kernel::lln_diag;
+  if (settings.kernel == reference::Kernel::lln || diag) {
     settings.alpha = parameters(random, problem.heads, 0.5, 1.2);
     settings.beta = parameters(random, problem.kv_heads, 0.5, 1.2);
   }
@@ -106,6 +107,10 @@ Case<Real> random_case(const Problem& problem, reference::Settings settings, std
     settings.constant = parameters(random, problem.heads, 1.0625, 1.5);
   }
   const auto& p = problem;
+  if (diag && settings.combine != reference::Combine::average)
+    settings.diag_r = parameters(random, p.heads * p.dv, -1, 2);
+  if (diag && settings.combine == reference::Combine::scale)
+    settings.diag_p = parameters(random, p.heads * p.dv, -1, 2);
   Case<Real> result{problem, settings, {}, {}};
   result.tensors.q = converted<Real>(features(random, settings, p.batch * p.heads * p.nq, p.d));
   result.tensors.k = converted<Real>(features(random, settings, p.batch * p.kv_heads * p.nk, p.d));
@@ -243,9 +248,14 @@ bool all_zero(const std::vector<Real>& x) {
 
 inline std::string describe(const Problem& problem, const reference::Settings& settings) {
   constexpr const char* norms[] = {" l2", " none", " max"};
+  constexpr const char* combines[] = {" average", " scale", " ratio"};
   return std::string(reference::kernel_name(settings.kernel)) +
          (settings.kernel == reference::Kernel::affine ? norms[static_cast<int>(settings.norm)]
                                                        : "") +
+         (settings.kernel == reference::Kernel::lln_diag
+              ? combines[static_cast<int>(settings.combine)] + std::string(", block ") +
+                    std::to_string(settings.block)
+              : "") +
          (settings.dropout_p != 0 ? " noise" : "") + (settings.least_normaliser ? " clamped" : "") +
          (settings.causal ? " causal" : " full") +
          (settings.normalise ? " normalised " : " plain ") + problem.to_string();

@@ -59,6 +59,10 @@ Case<Real> make_case(reference::Settings settings, Shape shape, std::uint64_t nu
       settings.cu_seqlens_k = {0, 3, 4, 6, 11};
       break;
   }
+  if (settings.kernel == Kernel::lln_diag && !causal) {
+    problem.nq = problem.nk;
+    settings.cu_seqlens_q = settings.cu_seqlens_k;
+  }
   return random_case<Real>(problem, settings, number);
 }
 
@@ -148,6 +152,10 @@ void check_all(const Case<Real>& c, std::uint64_t number) {
   of(
       "constant", [&](auto& x) { return all(x.settings.constant); }, gradient.constant,
       magnitude.constant);
+  of(
+      "diag_r", [&](auto& x) { return all(x.settings.diag_r); }, gradient.diag_r, magnitude.diag_r);
+  of(
+      "diag_p", [&](auto& x) { return all(x.settings.diag_p); }, gradient.diag_p, magnitude.diag_p);
   if (c.settings.kernel != Kernel::affine) {
     EXPECT_TRUE(gradient.score_scale.empty());
     return;
@@ -189,6 +197,34 @@ INSTANTIATE_TEST_SUITE_P(All, ReferenceGradients,
                                   (std::get<2>(suite.param) ? "_normalised_" : "_plain_") +
                                   std::get<3>(suite.param).name;
                          });
+
+using reference::Combine;
+constexpr const char* combine_names[] = {"average", "scale", "ratio"};
+
+/// Parameters: how the parts are combined, block, causal, shape.
+class ReferenceGradientsOfLlnDiag
+    : public ::testing::TestWithParam<std::tuple<Combine, std::int64_t, bool, Named>> {};
+
+TEST_P(ReferenceGradientsOfLlnDiag, MatchFiniteDifferences) {
+  const auto [combine, block, causal, named] = GetParam();
+  const auto number = 7000 + 100 * static_cast<std::uint64_t>(combine) +
+                      10 * static_cast<std::uint64_t>(named.shape) + 2 * causal;
+  check_all(
+      make_case({.kernel = Kernel::lln_diag, .causal = causal, .block = block, .combine = combine},
+                named.shape, number),
+      80);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, ReferenceGradientsOfLlnDiag,
+    ::testing::Combine(::testing::Values(Combine::average, Combine::scale, Combine::ratio),
+                       ::testing::Values(0, 1, 3, 100), ::testing::Bool(),
+                       ::testing::ValuesIn(shapes)),
+    [](const auto& suite) {
+      return std::string(combine_names[static_cast<int>(std::get<0>(suite.param))]) + "_block" +
+             std::to_string(std::get<1>(suite.param)) +
+             (std::get<2>(suite.param) ? "_causal_" : "_full_") + std::get<3>(suite.param).name;
+    });
 
 using reference::Norm;
 

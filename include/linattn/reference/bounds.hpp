@@ -74,6 +74,27 @@
 /// of n, noise_roundings, holds for normals from the u of noise.hpp; one that rounds u to fewer
 /// bits makes other numbers.
 ///
+/// **LLN+Diag.** With x_ij = q_i . k_j / sqrt(D), A_ij the softmax of a block and m_i its keys,
+///
+///     X_ij  = sum_d |q_id k_jd| / sqrt(D)
+///     chi_i = 1 + ln m_i + max_j X_ij
+///
+/// chi_i bounds the score, its difference from any maximum that an online softmax meets, all its
+/// changes of maximum together, and the logarithm of the sum: what is the absolute error of an
+/// exponent is the relative error of its weight. So A_ij has E = 2 chi_i A_ij, and with h = p g
+///
+///     o_diag:  E = chi_i (sum_j A_ij |v_j| + |o_diag|)
+///     h:       B = |p g|,                        E = |p g|, for ratio (|p| + |r|) |g|
+///     delta_i = h_i . o_diag,i, y_ij = h_i . v_j:  B and E are the sums of both factors'
+///     dx_ij:   E = A_ij (2 chi_i (B(y_ij) + B(delta_i)) + E(y_ij) + E(delta_i))
+///     dq_i:    E = sum_j E(dx_ij) |k_j| / sqrt(D)              dk likewise with |q_i|
+///     dv_j:    E = sum_i A_ij (2 chi_i B(h_i) + E(h_i))
+///     o:       E = |r| E(o_lln) + |p| E(o_diag), for ratio |r| |o_diag| more
+///     dr:      E = sum |g| (E(o_lln) + |o_lln|), for ratio those of o_diag more; dp likewise
+///
+/// beside what lln has for the cotangent r g. The part |r| of E(p) is the rounding of a given r,
+/// which 1 - r can magnify.
+///
 /// The condition of a term: an elementwise feature has a fixed number of roundings, chi = 1, but
 /// exp(x) computed through a scaled argument has the absolute error of that argument as relative
 /// error, so elu has chi = 1 + max(0, -x) (the larger of both factors), and lln
@@ -92,16 +113,17 @@ namespace LinAttn::reference {
 /// E of every output: o (B,H,Nq,Dv), the others as in GradientSet.
 template <class Real>
 struct Magnitudes {
-  std::vector<Real> o, q, k, v, alpha, beta, constant{}, score_scale{};
+  std::vector<Real> o, q, k, v, alpha, beta, constant{}, score_scale{}, diag_r{}, diag_p{};
 };
 
 namespace detail {
 
 /// All zero, with the right sizes.
 template <class Real>
-Magnitudes<Real> no_magnitudes(const Settings& settings, const Tensors<Real>& tensors,
-                               const std::vector<Real>& d_o) {
+Magnitudes<Real> no_magnitudes(const Problem& problem, const Settings& settings,
+                               const Tensors<Real>& tensors, const std::vector<Real>& d_o) {
   const auto zeros = [](const auto& x) { return std::vector<Real>(x.size()); };
+  const auto [r_count, p_count] = factor_counts(problem, settings);
   return {zeros(d_o),
           zeros(tensors.q),
           zeros(tensors.k),
@@ -109,7 +131,9 @@ Magnitudes<Real> no_magnitudes(const Settings& settings, const Tensors<Real>& te
           zeros(settings.alpha),
           zeros(settings.beta),
           zeros(settings.constant),
-          zeros(settings.constant)};
+          zeros(settings.constant),
+          std::vector<Real>(r_count),
+          std::vector<Real>(p_count)};
 }
 
 /// E of dx from F, that of dxhat.
@@ -162,19 +186,108 @@ void add_pulled_back(const NormedRows<Real>& x, const std::vector<std::size_t>& 
 
 }  // namespace detail
 
+template <ReferenceReal Real>
+Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
+                            const Tensors<Real>& tensors, const std::vector<Real>& d_o,
+                            Real floor = 0);
+
+namespace detail {
+
+/// magnitudes() of lln-diag.
+template <ReferenceReal Real>
+Magnitudes<Real> combined_magnitudes(const Problem& problem, const Settings& settings,
+                                     const Tensors<Real>& tensors, const std::vector<Real>& d_o,
+                                     Real floor) {
+  const Settings linear = linear_part(settings);
+  const Blocks<Real> blocks(problem, settings, tensors);
+  const auto d = static_cast<std::size_t>(problem.d), dv = static_cast<std::size_t>(problem.dv);
+  const bool ratio = settings.combine == Combine::ratio;
+  const auto o_lln = forward(problem, linear, tensors), o_diag = blocks.forward();
+  std::vector<Real> to_lln(d_o.size()), h(d_o.size()), h_error(d_o.size());
+  for (std::size_t e = 0; e < d_o.size(); ++e) {
+    const Factors<Real> factors(problem, settings, e);
+    to_lln[e] = factors.r * d_o[e];
+    h[e] = std::abs(factors.p * d_o[e]);
+    h_error[e] = h[e] + (ratio ? std::abs(factors.r * d_o[e]) : 0);
+  }
+  auto sums = magnitudes(problem, linear, tensors, to_lln, floor);
+
+  std::vector<Real> diag_error(d_o.size()), attention, scores;
+  blocks.for_each([&](const BlockRow<Real>& row) {
+    const std::size_t keys = row.keys.size(), first = row.query * dv;
+    const auto k = [&](std::size_t j, std::size_t c) { return tensors.k[row.keys[j] * d + c]; };
+    const auto abs_v = [&](std::size_t j, std::size_t c) {
+      return std::abs(tensors.v[row.keys[j] * dv + c]);
+    };
+    attention.resize(keys);
+    Real largest = 0;
+    for (std::size_t j = 0; j < keys; ++j) {
+      Real size = 0;
+      for (std::size_t c = 0; c < d; ++c) size += std::abs(tensors.q[row.query * d + c] * k(j, c));
+      largest = std::max(largest, size * blocks.scale());
+      attention[j] = row.attention(j) + floor;
+    }
+    const Real chi = 1 + std::log(static_cast<Real>(keys)) + largest;
+
+    Real delta = 0, delta_error = 0;
+    for (std::size_t c = 0; c < dv; ++c) {
+      const Real o = std::abs(o_diag[first + c]);
+      Real size = o;
+      for (std::size_t j = 0; j < keys; ++j) size += attention[j] * abs_v(j, c);
+      diag_error[first + c] = chi * size;
+      delta += h[first + c] * o;
+      delta_error += h[first + c] * chi * size + h_error[first + c] * o;
+    }
+    for (std::size_t j = 0; j < keys; ++j) {
+      Real y = 0, y_error = 0;
+      for (std::size_t c = 0; c < dv; ++c) {
+        y += h[first + c] * abs_v(j, c);
+        y_error += h_error[first + c] * abs_v(j, c);
+        sums.v[row.keys[j] * dv + c] +=
+            attention[j] * (2 * chi * h[first + c] + h_error[first + c]);
+      }
+      const Real error =
+          blocks.scale() * attention[j] * (2 * chi * (y + delta) + y_error + delta_error);
+      for (std::size_t c = 0; c < d; ++c) {
+        sums.q[row.query * d + c] += error * std::abs(k(j, c));
+        sums.k[row.keys[j] * d + c] += error * std::abs(tensors.q[row.query * d + c]);
+      }
+    }
+  });
+
+  const auto [r_count, p_count] = factor_counts(problem, settings);
+  sums.diag_r.resize(r_count);
+  sums.diag_p.resize(p_count);
+  for (std::size_t e = 0; e < d_o.size(); ++e) {
+    const Factors<Real> factors(problem, settings, e);
+    const std::size_t n = Factors<Real>::place(problem, e);
+    const Real of_lln = std::abs(d_o[e]) * (sums.o[e] + std::abs(o_lln[e])),
+               of_diag = std::abs(d_o[e]) * (diag_error[e] + std::abs(o_diag[e]));
+    if (r_count > 0) sums.diag_r[n] += of_lln + (ratio ? of_diag : 0);
+    if (p_count > 0) sums.diag_p[n] += of_diag;
+    sums.o[e] = std::abs(factors.r) * sums.o[e] + std::abs(factors.p) * diag_error[e];
+    if (ratio) sums.o[e] += std::abs(factors.r * o_diag[e]);
+  }
+  return sums;
+}
+
+}  // namespace detail
+
 /// Sums of absolute terms as derived at the top of this file, for the cotangent d_o (B,H,Nq,Dv).
 /// A row that vanishes has magnitude 0: its output and its contributions are exactly 0.
 /// \throws InvalidArgument if extents, sizes, masks or borders do not fit together.
 template <ReferenceReal Real>
 Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
                             const Tensors<Real>& tensors, const std::vector<Real>& d_o,
-                            Real floor = 0) {
+                            Real floor) {
   const detail::Rows<Real> rows(problem, settings, tensors);
   detail::check_cotangent(problem, d_o);
+  if (settings.kernel == Kernel::lln_diag)
+    return detail::combined_magnitudes(problem, settings, tensors, d_o, floor);
   const std::size_t d = rows.d(), dv = rows.dv();
   const bool elu = settings.kernel == Kernel::elu;
 
-  auto sums = detail::no_magnitudes(settings, tensors, d_o);
+  auto sums = detail::no_magnitudes(problem, settings, tensors, d_o);
 
   struct Bounds {
     Real value = 0, error = 0;
@@ -296,6 +409,60 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
   return sums;
 }
 
+template <ReferenceReal Real>
+Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& settings,
+                                        const Tensors<Real>& tensors, const std::vector<Real>& d_o,
+                                        Real unit, Real least);
+
+namespace detail {
+
+/// rounded_output_effects() of lln-diag.
+template <ReferenceReal Real>
+Magnitudes<Real> combined_output_effects(const Problem& problem, const Settings& settings,
+                                         const Tensors<Real>& tensors, const std::vector<Real>& d_o,
+                                         Real unit, Real least) {
+  const Settings linear = linear_part(settings);
+  const Blocks<Real> blocks(problem, settings, tensors);
+  const auto d = static_cast<std::size_t>(problem.d), dv = static_cast<std::size_t>(problem.dv);
+  std::vector<Real> to_lln(d_o.size());
+  for (std::size_t e = 0; e < d_o.size(); ++e)
+    to_lln[e] = Factors<Real>(problem, settings, e).r * d_o[e];
+  auto effects = rounded_output_effects(problem, linear, tensors, to_lln, unit, least);
+
+  const auto o_lln = forward(problem, linear, tensors), o_diag = blocks.forward();
+  const auto [r_count, p_count] = factor_counts(problem, settings);
+  effects.diag_r.resize(r_count);
+  effects.diag_p.resize(p_count);
+  std::vector<Real> change(d_o.size() / std::max<std::size_t>(dv, 1));  // eps_i of the blocks
+  for (std::size_t e = 0; e < d_o.size(); ++e) {
+    const Factors<Real> factors(problem, settings, e);
+    const std::size_t n = Factors<Real>::place(problem, e);
+    const auto off = [&](Real o) { return std::max(unit * std::abs(o), least); };
+    const Real g = std::abs(d_o[e]), lln = off(o_lln[e]), diag = off(o_diag[e]);
+    change[e / dv] += std::abs(factors.p) * g * diag;
+    if (r_count > 0)
+      effects.diag_r[n] += g * (lln + (settings.combine == Combine::ratio ? diag : 0));
+    if (p_count > 0) effects.diag_p[n] += g * diag;
+    effects.o[e] = off(factors.r * o_lln[e] + factors.p * o_diag[e]) + std::abs(factors.r) * lln +
+                   std::abs(factors.p) * diag;
+  }
+  blocks.for_each([&](const BlockRow<Real>& row) {
+    for (std::size_t c = 0; c < d; ++c) {
+      Real mean = 0;  // of the keys
+      for (std::size_t j = 0; j < row.keys.size(); ++j) {
+        const Real by_delta = row.attention(j) * blocks.scale();
+        mean += by_delta * tensors.k[row.keys[j] * d + c];
+        effects.k[row.keys[j] * d + c] +=
+            change[row.query] * std::abs(by_delta * tensors.q[row.query * d + c]);
+      }
+      effects.q[row.query * d + c] += change[row.query] * std::abs(mean);
+    }
+  });
+  return effects;
+}
+
+}  // namespace detail
+
 /// What it does to the gradients, at most and to first order, that o is kept in a narrow type
 /// between forward and backward: every element of o is off by up to max(unit |o|, least). Only e_i
 /// depends on o, so with
@@ -307,16 +474,28 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
 /// ds likewise with a, db by sum_i eps_i m_i; o itself by max(unit |o|, least), dv not at all, and
 /// without normaliser or where its sum is replaced no gradient does. For affine what a row i
 /// changes in dqhat and dkhat is pulled back before absolute values are taken. With noise it is y
-/// that is kept, and -e_i = d_o . y / s_i: o means y above, and g means d_o. \throws
-/// InvalidArgument if extents, sizes, masks or borders do not fit together.
+/// that is kept, and -e_i = d_o . y / s_i: o means y above, and g means d_o.
+///
+/// Of lln-diag it is both branches' outputs that are kept, or combined after they were stored, each
+/// off by as much as o above: o then changes by |r| and |p| times that of theirs beside its own
+/// rounding, lln's gradients as above with r g, and through delta_i = h_i . o_diag,i
+///
+///     dq_i by eps_i |sum_j A_ij k_j| / sqrt(D),   dk_j by sum_i eps_i A_ij |q_i| / sqrt(D)
+///
+/// with eps_i = sum_c |h_ic| max(unit |o_diag,ic|, least); dr and dp by sum |g| max(...) of their
+/// branch.
+///
+/// \throws InvalidArgument if extents, sizes, masks or borders do not fit together.
 template <ReferenceReal Real>
 Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& settings,
                                         const Tensors<Real>& tensors, const std::vector<Real>& d_o,
                                         Real unit, Real least) {
   const detail::Rows<Real> rows(problem, settings, tensors);
   detail::check_cotangent(problem, d_o);
+  if (settings.kernel == Kernel::lln_diag)
+    return detail::combined_output_effects(problem, settings, tensors, d_o, unit, least);
   const std::size_t d = rows.d(), dv = rows.dv();
-  auto effects = detail::no_magnitudes(settings, tensors, d_o);
+  auto effects = detail::no_magnitudes(problem, settings, tensors, d_o);
   std::vector<Real> by_query(d), by_key;
   rows.for_each([&](const detail::Row<Real>& row) {
     if (row.vanishes(settings.normalise)) return;
@@ -382,6 +561,7 @@ constexpr double feature_roundings(Kernel kernel) {
     case Kernel::elu:
       return 4;
     case Kernel::lln:
+    case Kernel::lln_diag:
       return 9;
     case Kernel::affine:
       throw InvalidArgument(
@@ -405,7 +585,7 @@ inline constexpr double noise_roundings = 24;
 
 /// Longest path of roundings from the inputs to each output, the factor of u * magnitude.
 struct RoundingCounts {
-  double o, q, k, v, alpha, beta, constant, score_scale;
+  double o, q, k, v, alpha, beta, constant, score_scale, diag_r, diag_p;
 };
 
 /// Counts the roundings for sums of at most `run` consecutive terms whose results are added one
@@ -452,6 +632,20 @@ inline RoundingCounts rounding_counts(const Problem& problem, double features,
 ///     da, ds : dqhat + 2 + depth(B Nq D)             db : dqhat + depth(B Nq)
 ///
 /// Noise adds its factor's roundings, and those of its products, to everything.
+///
+/// LLN+Diag has the larger count of its parts, and its own on top. A weight of a block has, in
+/// units of chi, depth(D) + 1 for the product of rows, 2 each for 1/sqrt(D) and for base 2, the
+/// difference from a maximum, all changes of maximum, the logarithm of the sum and the exponential:
+/// f = depth(D)
+/// + 13. Each addition in a block of n = min(block, Nk) keys may come with a change of maximum, an
+/// exponential and a product, so that sums have the depth 4 depth(n):
+///
+///     o_diag, dv : p = f + 4 depth(n) + 2, and depth(block H/Hkv) for dv
+///     dx         : p + depth(Dv) + 6
+///     dq         : dx + depth(n) + 3             dk : dx + depth(block H/Hkv) + 3
+///     o          : 4 for r or p, its product, the sum and the rounding of a stored branch
+///     dq, dk, dv : 4 for the cotangents' products, likewise, and the sum; also dalpha, dbeta
+///     dr, dp     : that of o, 2 + depth(B Nq)
 inline RoundingCounts rounding_counts(const Problem& problem, const Settings& settings,
                                       std::int64_t run = 0) {
   const auto depth = [run](std::int64_t n) { return summation_depth(n, run); };
@@ -474,6 +668,21 @@ inline RoundingCounts rounding_counts(const Problem& problem, const Settings& se
       counts.k += pull + (max ? depth(problem.longest_keys()) : 0);
     }
     counts.beta = 0;
+  }
+  if (settings.kernel == Kernel::lln_diag) {
+    const std::int64_t block = settings.block > 0 ? settings.block : problem.d;
+    const double keys = depth(std::min(block, problem.nk));
+    const double queries =
+        depth(std::min(block, problem.nq) * std::max<std::int64_t>(problem.group(), 1));
+    const double p = depth(problem.d) + 13 + 4 * keys + 2;
+    const double dx = p + depth(problem.dv) + 6;
+    counts.o = std::max(counts.o, p) + 4;
+    counts.q = std::max(counts.q, dx + keys + 3) + 4;
+    counts.k = std::max(counts.k, dx + queries + 3) + 4;
+    counts.v = std::max(counts.v, p + queries) + 4;
+    counts.alpha += 4;
+    counts.beta += 4;
+    counts.diag_r = counts.diag_p = counts.o + 2 + depth(problem.batch * problem.nq);
   }
   if (settings.dropout_p != 0)
     for (double* count : {&counts.o, &counts.q, &counts.k, &counts.v, &counts.alpha, &counts.beta,

@@ -69,6 +69,31 @@
 /// With p > 0 the output is y_e = o_e (1 + p n_e), n of noise.hpp, e the element's place in o. The
 /// cotangent is then dL/dy, and g_i below is dL/do = dL/dy (1 + p n).
 ///
+/// ### LLN+Diag
+///
+/// Beside lln, with normaliser, stands softmax inside blocks of keys. Query i has the position p =
+/// i + Nk - Nq of its sequence and sees there
+///
+///     U(i) = {j in V(i): floor(j / block) = floor(p / block)}
+///
+/// where V(i) is that of lln: j <= p under a causal mask, visible keys only; without a causal mask
+/// Nq = Nk, for every packed member by itself. With x_ij = q_i . k_j / sqrt(D),
+///
+///     A_ij = exp(x_ij - max_l x_il) / sum_{l in U(i)} exp(x_il - max_l x_il)
+///     o_i  = r o_lln,i + p sum_{j in U(i)} A_ij v_j     elementwise; the sum is o_diag,i
+///     r, p = 1/2, 1/2                                   average
+///            r_hc, p_hc                                 scale
+///            r_hc, 1 - r_hc                             ratio
+///
+/// A row with U(i) empty has o_diag,i = 0; r and p stay what they are. With g = dL/do, the
+/// cotangent of o_lln is r g, that of o_diag is h = p g, and both parts of dq, dk and dv add up.
+/// Through A:
+///
+///     dx_ij = A_ij (h_i . v_j - sum_l A_il h_i . v_l)      from dA_il/dx_ij = A_il (delta_jl -
+///     A_ij) dq_i  = sum_j dx_ij k_j / sqrt(D)       dk_j = sum_i dx_ij q_i / sqrt(D) dv_j  = sum_i
+///     A_ij h_i dr_hc = sum_{b,i} g_ic o_lln,ic         less sum g_ic o_diag,ic for ratio dp_hc =
+///     sum_{b,i} g_ic o_diag,ic        scale only
+///
 /// ### Backward
 ///
 /// With g_i = dL/do_i the chain rule runs through the matrices, not through sums of features:
@@ -98,9 +123,9 @@
 ///
 /// ### Accuracy
 ///
-/// All sums are compensated (Neumaier), the exponents of lln are formed without rounding error, so
-/// each sum is good to a few units roundoff of the sum of its absolute terms, independent of the
-/// extents. `long double` is the arbiter where the terms cancel.
+/// All sums are compensated (Neumaier), the exponents of lln and of the softmax are formed without
+/// rounding error, so each sum is good to a few units roundoff of the sum of its absolute terms,
+/// independent of the extents. `long double` is the arbiter where the terms cancel.
 
 namespace LinAttn::reference {
 
@@ -111,7 +136,8 @@ enum class Kernel {
   relu,       ///< phi(x) = max(x, 0), phi'(0) = 0
   quadratic,  ///< phi(x) = x^2
   lln,        ///< phi_q(x) = exp(alpha x), phi_k(x) = exp(beta x)
-  affine      ///< w = a s qhat . khat + b
+  affine,     ///< w = a s qhat . khat + b
+  lln_diag    ///< lln and softmax inside blocks
 };
 
 /// What qhat and khat of affine are.
@@ -121,15 +147,23 @@ enum class Norm {
   max    ///< x / largest |x| of the sequence and head
 };
 
+/// How lln-diag joins its two outputs.
+enum class Combine {
+  average,  ///< (o_lln + o_diag) / 2
+  scale,    ///< r o_lln + p o_diag
+  ratio     ///< r o_lln + (1 - r) o_diag
+};
+
 namespace detail {
 
-inline constexpr std::array<std::pair<std::string_view, Kernel>, 6> kernel_names{
+inline constexpr std::array<std::pair<std::string_view, Kernel>, 7> kernel_names{
     {{"identity", Kernel::identity},
      {"elu", Kernel::elu},
      {"relu", Kernel::relu},
      {"quadratic", Kernel::quadratic},
      {"lln", Kernel::lln},
-     {"affine", Kernel::affine}}};
+     {"affine", Kernel::affine},
+     {"lln-diag", Kernel::lln_diag}}};
 
 }  // namespace detail
 
@@ -176,6 +210,12 @@ struct Settings {
   double dropout_p = 0;                      ///< p of the noise; 0: none
   std::uint64_t seed = 0;                    ///< of the noise
   std::uint64_t offset = 0;                  ///< of the noise, the number of the call
+
+  using Combine = reference::Combine;
+  std::int64_t block = 0;  ///< keys of a block of lln-diag; 0: D
+  Combine combine = Combine::average;
+  std::vector<double> diag_r{};  ///< (H, Dv): r of scale and ratio; absent: 1/2
+  std::vector<double> diag_p{};  ///< (H, Dv): p of scale; absent: 1/2
 };
 
 /// Types the reference is computed in.
@@ -188,14 +228,22 @@ struct Tensors {
   std::vector<Real> q, k, v;
 };
 
-/// Gradients with the shapes of the tensors; alpha (H) and beta (Hkv) for lln; alpha = da,
-/// constant = db and score_scale, what each head adds to ds, all (H), for affine; else empty.
+/// Gradients with the shapes of the tensors; alpha (H) and beta (Hkv) for lln and lln-diag; alpha =
+/// da, constant = db and score_scale, what each head adds to ds, all (H), for affine; diag_r (H,
+/// Dv) for scale and ratio and diag_p (H, Dv) for scale, given or not; else empty.
 template <class Real>
 struct GradientSet {
-  std::vector<Real> q, k, v, alpha, beta, constant{}, score_scale{};
+  std::vector<Real> q, k, v, alpha, beta, constant{}, score_scale{}, diag_r{}, diag_p{};
 };
 
 namespace detail {
+
+/// An unevaluated sum high + low with |low| at most a few roundings of high.
+template <class Real>
+struct Pair {
+  Real high = 0;
+  Real low = 0;
+};
 
 /// Compensated sum (Neumaier): |error| <= (u + O(n u^2)) |sum| + O(n u^2) sum of |terms|.
 template <class Real>
@@ -209,6 +257,7 @@ class Sum {
   }
   // An infinite total makes m_lost a NaN that would hide it.
   Real value() const { return std::isfinite(m_total) ? m_total + m_lost : m_total; }
+  Pair<Real> pair() const;  ///< value() with what it rounds off
 
  private:
   Real m_total = 0;
@@ -223,13 +272,6 @@ std::vector<Real> values(const std::vector<Sum<Real>>& sums) {
   return result;
 }
 
-/// An unevaluated sum high + low with |low| at most a few roundings of high.
-template <class Real>
-struct Pair {
-  Real high = 0;
-  Real low = 0;
-};
-
 template <class Real>
 Pair<Real> exact_sum(Real a, Real b) {
   const Real sum = a + b;
@@ -238,11 +280,63 @@ Pair<Real> exact_sum(Real a, Real b) {
   return {sum, (a - (sum - part)) + (b - part)};
 }
 
+/// x in two parts of half as many digits each (Veltkamp).
+template <class Real>
+Pair<Real> halves(Real x) {
+  constexpr Real factor =
+      1 + static_cast<Real>(1ull << (std::numeric_limits<Real>::digits + 1) / 2);
+  const Real scaled = factor * x, high = scaled - (scaled - x);
+  return {high, x - high};
+}
+
 template <class Real>
 Pair<Real> exact_product(Real a, Real b) {
   const Real product = a * b;
   if (!std::isfinite(product)) return {product, 0};
-  return {product, std::fma(a, b, -product)};
+  if constexpr (std::same_as<Real, double>) return {product, std::fma(a, b, -product)};
+  // No machine has an fma of long double. Its exponents leave room for the factor.
+  const Pair<Real> x = halves(a), y = halves(b);
+  return {product, ((x.high * y.high - product) + x.high * y.low + x.low * y.high) + x.low * y.low};
+}
+
+template <class Real>
+Pair<Real> Sum<Real>::pair() const {
+  return std::isfinite(m_total) ? exact_sum(m_total, m_lost) : Pair<Real>{m_total, 0};
+}
+
+/// 1 / sqrt(n), n > 0, by one step of Newton's method on the rounded value.
+template <class Real>
+Pair<Real> inverse_root(Real n) {
+  const Real root = 1 / std::sqrt(n);
+  const Pair<Real> by_n = exact_product(n, root), product = exact_product(by_n.high, root);
+  const Real rest = ((1 - product.high) - product.low) - by_n.low * root;  // 1 - n root^2
+  return {root, root * rest / 2};
+}
+
+/// Queries and keys among which a query attends, as rows of its batch entry and head.
+struct Sequence {
+  std::int64_t q_begin, q_end, k_begin, k_end;
+};
+
+/// The whole batch entry, or the packed member that has query i.
+inline Sequence sequence_of(const Problem& problem, const Settings& settings, std::int64_t i) {
+  const auto& cu_q = settings.cu_seqlens_q;
+  const auto& cu_k = settings.cu_seqlens_k;
+  if (cu_q.empty()) return {0, problem.nq, 0, problem.nk};
+  std::size_t member = 0;
+  while (cu_q[member + 1] <= i) ++member;
+  return {cu_q[member], cu_q[member + 1], cu_k[member], cu_k[member + 1]};
+}
+
+/// Row numbers in k and v of the keys begin, ..., end - 1 that the mask leaves.
+inline void visible_keys(const Problem& problem, const Settings& settings, std::int64_t b,
+                         std::int64_t kv_head, std::int64_t begin, std::int64_t end,
+                         std::vector<std::size_t>& keys) {
+  keys.clear();
+  for (std::int64_t j = begin; j < end; ++j)
+    if (settings.key_mask.empty() ||
+        settings.key_mask[static_cast<std::size_t>(b * problem.nk + j)] != 0)
+      keys.push_back(static_cast<std::size_t>((b * problem.kv_heads + kv_head) * problem.nk + j));
 }
 
 /// What a query or key element contributes to t(x, y).
@@ -267,6 +361,7 @@ Feature<Real> feature(Kernel kernel, double parameter, Real x) {
     case Kernel::quadratic:
       return {x * x, 2 * x};
     case Kernel::lln:
+    case Kernel::lln_diag:
       break;
   }
   return {0, 0, exact_product(static_cast<Real>(parameter), x)};
@@ -326,7 +421,7 @@ struct Row {
   bool vanishes(bool normalise) const { return normalise && denominator == 0; }
 };
 
-/// Checked arguments, element features and the walk over the rows.
+/// Checked arguments, element features and the walk over the rows; of lln-diag the part of lln.
 template <ReferenceReal Real>
 class Rows {
  public:
@@ -348,7 +443,9 @@ class Rows {
 
   std::size_t d() const { return static_cast<std::size_t>(m_problem.d); }
   std::size_t dv() const { return static_cast<std::size_t>(m_problem.dv); }
-  bool exponential() const { return m_settings.kernel == Kernel::lln; }
+  bool exponential() const {
+    return m_settings.kernel == Kernel::lln || m_settings.kernel == Kernel::lln_diag;
+  }
   bool affine() const { return m_settings.kernel == Kernel::affine; }
   const NormedRows<Real>& normed_queries() const { return m_normed_queries; }
   const NormedRows<Real>& normed_keys() const { return m_normed_keys; }
@@ -406,23 +503,11 @@ class Rows {
  private:
   void see(std::int64_t b, std::int64_t kv_head, std::int64_t i,
            std::vector<std::size_t>& keys) const {
-    std::int64_t q_begin = 0, q_end = m_problem.nq, k_begin = 0, k_end = m_problem.nk;
-    const auto& cu_q = m_settings.cu_seqlens_q;
-    const auto& cu_k = m_settings.cu_seqlens_k;
-    if (!cu_q.empty()) {
-      std::size_t member = 0;
-      while (cu_q[member + 1] <= i) ++member;
-      q_begin = cu_q[member], q_end = cu_q[member + 1];
-      k_begin = cu_k[member], k_end = cu_k[member + 1];
-    }
+    const Sequence at = sequence_of(m_problem, m_settings, i);
+    std::int64_t end = at.k_end;
     if (m_settings.causal)
-      k_end = k_begin + (i - q_begin) + (k_end - k_begin) - (q_end - q_begin) + 1;
-    keys.clear();
-    for (std::int64_t j = k_begin; j < k_end; ++j)
-      if (m_settings.key_mask.empty() ||
-          m_settings.key_mask[static_cast<std::size_t>(b * m_problem.nk + j)] != 0)
-        keys.push_back(
-            static_cast<std::size_t>((b * m_problem.kv_heads + kv_head) * m_problem.nk + j));
+      end = at.k_begin + (i - at.q_begin) + (at.k_end - at.k_begin) - (at.q_end - at.q_begin) + 1;
+    visible_keys(m_problem, m_settings, b, kv_head, at.k_begin, end, keys);
   }
 
   void weigh(Row<Real>& row) const {
@@ -557,6 +642,38 @@ class Rows {
     if (!m_settings.key_mask.empty())
       check_size("key_mask", m_settings.key_mask.size(), p.batch * p.nk);
     check_packed();
+    check_blocks();
+  }
+
+  /// What lln-diag has of its own.
+  void check_blocks() const {
+    const auto& s = m_settings;
+    const auto factors = [&](const std::vector<double>& x, bool used) {
+      return used && !x.empty() ? m_problem.heads * m_problem.dv : 0;
+    };
+    const bool diag = s.kernel == Kernel::lln_diag;
+    check_size("diag_r", s.diag_r.size(), factors(s.diag_r, diag && s.combine != Combine::average));
+    check_size("diag_p", s.diag_p.size(), factors(s.diag_p, diag && s.combine == Combine::scale));
+    if (!diag) return;
+    if (s.block < 0)
+      throw InvalidArgument(LinAttn::detail::message(
+          "LinAttn::reference: block must be at least 1, or 0 for D, found ", s.block));
+    if (!s.normalise || s.dropout_p != 0)
+      throw InvalidArgument("LinAttn::reference: lln-diag is normalised and has no noise");
+    if (s.causal) return;
+    const auto& cu_q = s.cu_seqlens_q;
+    const auto& cu_k = s.cu_seqlens_k;
+    if (cu_q.empty()) check_square("", m_problem.nq, m_problem.nk);
+    for (std::size_t m = 0; m + 1 < cu_q.size(); ++m)
+      check_square(LinAttn::detail::message(" in packed member ", m), cu_q[m + 1] - cu_q[m],
+                   cu_k[m + 1] - cu_k[m]);
+  }
+
+  static void check_square(const std::string& where, std::int64_t nq, std::int64_t nk) {
+    if (nq != nk)
+      throw InvalidArgument(LinAttn::detail::message(
+          "LinAttn::reference: blocks without a causal mask need as many queries as keys, found ",
+          nq, " and ", nk, where));
   }
 
   void check_size(const char* name, std::size_t found, std::int64_t expected) const {
@@ -615,6 +732,183 @@ class Rows {
   std::vector<Feature<Real>> m_keys;
 };
 
+/// One query row and the keys of its block.
+template <class Real>
+struct BlockRow {
+  std::size_t head = 0;           ///< query head h
+  std::size_t query = 0;          ///< row number in q and o
+  std::vector<std::size_t> keys;  ///< U(i), row numbers in k and v
+  std::vector<Real> weights;      ///< exp(x_ij - max), keys
+  Real sum = 0;                   ///< of the weights
+
+  Real attention(std::size_t j) const { return weights[j] / sum; }
+};
+
+/// The softmax inside blocks. \pre the arguments have passed Rows
+template <ReferenceReal Real>
+class Blocks {
+ public:
+  Blocks(const Problem& problem, const Settings& settings, const Tensors<Real>& tensors)
+      : m_problem(problem),
+        m_settings(settings),
+        m_tensors(tensors),
+        m_scale(problem.d > 0 ? inverse_root(static_cast<Real>(problem.d)) : Pair<Real>{1, 0}),
+        m_block(settings.block > 0 ? settings.block : std::max<std::int64_t>(problem.d, 1)) {}
+
+  Real scale() const { return m_scale.high; }
+
+  /// Calls visit(row) for every query row that has a key in its block.
+  template <class Visit>
+  void for_each(Visit&& visit) const {
+    BlockRow<Real> row;
+    for (std::int64_t b = 0; b < m_problem.batch; ++b)
+      for (std::int64_t h = 0; h < m_problem.heads; ++h)
+        for (std::int64_t i = 0; i < m_problem.nq; ++i) {
+          row.head = static_cast<std::size_t>(h);
+          row.query = static_cast<std::size_t>((b * m_problem.heads + h) * m_problem.nq + i);
+          see(b, h / m_problem.group(), i, row.keys);
+          if (row.keys.empty()) continue;
+          weigh(row);
+          visit(std::as_const(row));
+        }
+  }
+
+  /// o_diag, (B,H,Nq,Dv).
+  std::vector<Real> forward() const {
+    const auto dv = static_cast<std::size_t>(m_problem.dv);
+    std::vector<Real> o(static_cast<std::size_t>(m_problem.batch * m_problem.heads * m_problem.nq) *
+                        dv);
+    for_each([&](const BlockRow<Real>& row) {
+      for (std::size_t c = 0; c < dv; ++c) {
+        Sum<Real> sum;
+        for (std::size_t j = 0; j < row.keys.size(); ++j)
+          sum.add(row.weights[j] * m_tensors.v[row.keys[j] * dv + c]);
+        o[row.query * dv + c] = sum.value() / row.sum;
+      }
+    });
+    return o;
+  }
+
+  /// Gradients with respect to q, k and v, given those with respect to o_diag.
+  GradientSet<Real> backward(const std::vector<Real>& d_o) const {
+    const auto d = static_cast<std::size_t>(m_problem.d),
+               dv = static_cast<std::size_t>(m_problem.dv);
+    std::vector<Sum<Real>> dq(m_tensors.q.size()), dk(m_tensors.k.size()),
+        dv_sums(m_tensors.v.size());
+    std::vector<Real> dx;
+    for_each([&](const BlockRow<Real>& row) {
+      const std::size_t keys = row.keys.size();
+      const Real* h = d_o.data() + row.query * dv;
+      dx.resize(keys);
+      Sum<Real> mean;
+      for (std::size_t j = 0; j < keys; ++j) {
+        Sum<Real> sum;
+        for (std::size_t c = 0; c < dv; ++c) sum.add(h[c] * m_tensors.v[row.keys[j] * dv + c]);
+        dx[j] = sum.value();
+        mean.add(row.weights[j] * dx[j]);
+      }
+      for (std::size_t j = 0; j < keys; ++j) {
+        const Real a = row.attention(j), by_score = a * (dx[j] - mean.value() / row.sum);
+        for (std::size_t c = 0; c < dv; ++c) dv_sums[row.keys[j] * dv + c].add(a * h[c]);
+        for (std::size_t c = 0; c < d; ++c) {
+          dq[row.query * d + c].add(by_score * m_tensors.k[row.keys[j] * d + c]);
+          dk[row.keys[j] * d + c].add(by_score * m_tensors.q[row.query * d + c]);
+        }
+      }
+    });
+    GradientSet<Real> gradient{values(dq), values(dk), values(dv_sums), {}, {}};
+    for (auto* x : {&gradient.q, &gradient.k})
+      for (Real& element : *x) element *= scale();
+    return gradient;
+  }
+
+ private:
+  void see(std::int64_t b, std::int64_t kv_head, std::int64_t i,
+           std::vector<std::size_t>& keys) const {
+    const Sequence at = sequence_of(m_problem, m_settings, i);
+    const std::int64_t nk = at.k_end - at.k_begin;
+    const std::int64_t position = i - at.q_begin + nk - (at.q_end - at.q_begin);
+    const std::int64_t begin = position / m_block * m_block;
+    const std::int64_t end = m_settings.causal ? position + 1 : std::min(begin + m_block, nk);
+    visible_keys(m_problem, m_settings, b, kv_head, at.k_begin + begin, at.k_begin + end, keys);
+  }
+
+  /// x_ij of the j-th key of the block.
+  Pair<Real> score(const BlockRow<Real>& row, std::size_t j) const {
+    const auto d = static_cast<std::size_t>(m_problem.d);
+    Sum<Real> sum;
+    for (std::size_t c = 0; c < d; ++c) {
+      const Pair<Real> product =
+          exact_product(m_tensors.q[row.query * d + c], m_tensors.k[row.keys[j] * d + c]);
+      sum.add(product.high);
+      sum.add(product.low);
+    }
+    const Pair<Real> dot = sum.pair();
+    Pair<Real> x = exact_product(dot.high, m_scale.high);
+    x.low += dot.high * m_scale.low + dot.low * m_scale.high;
+    return std::isfinite(x.high) ? x : Pair<Real>{x.high, 0};
+  }
+
+  void weigh(BlockRow<Real>& row) const {
+    std::vector<Pair<Real>> scores(row.keys.size());
+    for (std::size_t j = 0; j < scores.size(); ++j) scores[j] = score(row, j);
+    Real shift = scores.front().high;
+    for (const auto& x : scores) shift = std::max(shift, x.high);
+    if (shift == -std::numeric_limits<Real>::infinity()) shift = 0;
+    row.weights.resize(scores.size());
+    Sum<Real> sum;
+    for (std::size_t j = 0; j < scores.size(); ++j) {
+      const Pair<Real> exponent = exact_sum(scores[j].high, -shift);
+      const Real value = std::exp(exponent.high);
+      row.weights[j] = value + value * (exponent.low + scores[j].low);
+      sum.add(row.weights[j]);
+    }
+    row.sum = sum.value();
+  }
+
+  const Problem& m_problem;
+  const Settings& m_settings;
+  const Tensors<Real>& m_tensors;
+  Pair<Real> m_scale;  // 1 / sqrt(D)
+  std::int64_t m_block;
+};
+
+/// The settings of lln-diag without its blocks.
+inline Settings linear_part(Settings settings) {
+  settings.kernel = Kernel::lln;
+  settings.diag_r.clear();
+  settings.diag_p.clear();
+  return settings;
+}
+
+/// r and p of lln-diag for element e of (B,H,Nq,Dv).
+template <class Real>
+struct Factors {
+  Real r, p;
+
+  Factors(const Problem& problem, const Settings& settings, std::size_t e) : r(0.5), p(0.5) {
+    const std::size_t n = place(problem, e);
+    if (!settings.diag_r.empty()) r = static_cast<Real>(settings.diag_r[n]);
+    if (!settings.diag_p.empty()) p = static_cast<Real>(settings.diag_p[n]);
+    if (settings.combine == Combine::ratio) p = 1 - r;
+  }
+
+  /// Element of (H, Dv).
+  static std::size_t place(const Problem& problem, std::size_t e) {
+    const auto dv = static_cast<std::size_t>(problem.dv);
+    const auto head = e / dv / static_cast<std::size_t>(problem.nq);
+    return head % static_cast<std::size_t>(problem.heads) * dv + e % dv;
+  }
+};
+
+/// Numbers of factors that have a gradient: those of r and those of p.
+inline std::array<std::size_t, 2> factor_counts(const Problem& problem, const Settings& settings) {
+  const auto all = static_cast<std::size_t>(problem.heads * problem.dv);
+  const bool diag = settings.kernel == Kernel::lln_diag;
+  return {diag && settings.combine != Combine::average ? all : 0,
+          diag && settings.combine == Combine::scale ? all : 0};
+}
+
 /// sum_j weights_j v_jc over the visible keys.
 template <class Real>
 Real weighted_value(const Row<Real>& row, const std::vector<Real>& v, std::size_t dv,
@@ -651,6 +945,15 @@ template <ReferenceReal Real>
 std::vector<Real> forward(const Problem& problem, const Settings& settings,
                           const Tensors<Real>& tensors) {
   const detail::Rows<Real> rows(problem, settings, tensors);
+  if (settings.kernel == Kernel::lln_diag) {
+    auto o = forward(problem, detail::linear_part(settings), tensors);
+    const auto o_diag = detail::Blocks<Real>(problem, settings, tensors).forward();
+    for (std::size_t e = 0; e < o.size(); ++e) {
+      const detail::Factors<Real> factors(problem, settings, e);
+      o[e] = factors.r * o[e] + factors.p * o_diag[e];
+    }
+    return o;
+  }
   const std::size_t dv = rows.dv();
   std::vector<Real> o(static_cast<std::size_t>(problem.batch * problem.heads * problem.nq) * dv);
   rows.for_each([&](const detail::Row<Real>& row) {
@@ -665,6 +968,46 @@ std::vector<Real> forward(const Problem& problem, const Settings& settings,
   return o;
 }
 
+template <ReferenceReal Real>
+GradientSet<Real> backward(const Problem& problem, const Settings& settings,
+                           const Tensors<Real>& tensors, const std::vector<Real>& d_o);
+
+namespace detail {
+
+/// backward() of lln-diag.
+template <ReferenceReal Real>
+GradientSet<Real> combined_backward(const Problem& problem, const Settings& settings,
+                                    const Tensors<Real>& tensors, const std::vector<Real>& d_o) {
+  const Settings linear = linear_part(settings);
+  const Blocks<Real> blocks(problem, settings, tensors);
+  const auto o_lln = forward(problem, linear, tensors), o_diag = blocks.forward();
+  const auto [r_count, p_count] = factor_counts(problem, settings);
+  std::vector<Sum<Real>> dr(r_count), dp(p_count);
+  std::vector<Real> to_lln(d_o.size()), to_diag(d_o.size());
+  for (std::size_t e = 0; e < d_o.size(); ++e) {
+    const Factors<Real> factors(problem, settings, e);
+    to_lln[e] = factors.r * d_o[e];
+    to_diag[e] = factors.p * d_o[e];
+    const std::size_t n = Factors<Real>::place(problem, e);
+    if (r_count > 0) dr[n].add(d_o[e] * o_lln[e]);
+    if (settings.combine == Combine::ratio) dr[n].add(-d_o[e] * o_diag[e]);
+    if (p_count > 0) dp[n].add(d_o[e] * o_diag[e]);
+  }
+  auto gradient = reference::backward(problem, linear, tensors, to_lln);
+  const auto more = blocks.backward(to_diag);
+  const auto add = [](std::vector<Real>& to, const std::vector<Real>& x) {
+    for (std::size_t n = 0; n < to.size(); ++n) to[n] += x[n];
+  };
+  add(gradient.q, more.q);
+  add(gradient.k, more.k);
+  add(gradient.v, more.v);
+  gradient.diag_r = values(dr);
+  gradient.diag_p = values(dp);
+  return gradient;
+}
+
+}  // namespace detail
+
 /// Gradients of L with respect to q, k, v and the parameters of the kernel, given d_o = dL/do
 /// (B,H,Nq,Dv), or dL/dy with noise. \throws InvalidArgument if extents, sizes, masks or borders do
 /// not fit together.
@@ -674,6 +1017,8 @@ GradientSet<Real> backward(const Problem& problem, const Settings& settings,
   using detail::Sum;
   const detail::Rows<Real> rows(problem, settings, tensors);
   detail::check_cotangent(problem, d_o);
+  if (settings.kernel == Kernel::lln_diag)
+    return detail::combined_backward(problem, settings, tensors, d_o);
   const std::size_t d = rows.d(), dv = rows.dv();
   const auto scale = static_cast<Real>(settings.scale);
 
