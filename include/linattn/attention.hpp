@@ -4,6 +4,7 @@
 #include <linattn/call.hpp>
 #include <linattn/engine/engine.hpp>
 #include <linattn/engine/step.hpp>
+#include <linattn/joined.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
 #include <linattn/variant.hpp>
@@ -29,8 +30,8 @@
 
 namespace LinAttn {
 
-/// How a pass of this problem will be cut into work. For Pass::step the problem has Nq = Nk = 1, and of the
-/// options those that StepOptions has count.
+/// How a pass of this problem will be cut into work; of a variant with a local term the linear branch. For Pass::step
+/// the problem has Nq = Nk = 1, and of the options those that StepOptions has count.
 /// \throws InvalidArgument for extents, parameters or options that the call itself would refuse
 template <class T, class ExecSpace, Variant V>
 Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
@@ -158,6 +159,14 @@ void step_in_place(const ExecSpace& exec, const V& variant, const std::type_iden
 
 namespace LinAttn {
 namespace detail {
+template <class Call, class ExecSpace, class T>
+void enter_local(Call& call, const Inputs<ExecSpace, T>& inputs, const Saved<ExecSpace, T>& saved) {
+  if constexpr (requires { call.enter_local(inputs, saved); })
+    call.enter_local(inputs, saved);
+  else if (saved.linear.present())
+    throw InvalidArgument("LinAttn: a linear branch is kept where another one joins it (lln-diag), found Saved::linear");
+}
+
 inline StepOptions step_options(const Options& options) {
   return {options.normalise, options.scale, options.small_normaliser, options.least_normaliser};
 }
@@ -169,7 +178,7 @@ Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass 
   if (pass == Pass::step)
     return detail::StepCall<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, detail::step_options(options))
         .plan();
-  return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options)
+  return detail::CallOf<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options)
       .plan();
 }
 
@@ -179,7 +188,7 @@ std::size_t workspace_size(const ExecSpace& exec, const V& variant, const Proble
   if (pass == Pass::step)
     return detail::StepCall<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, detail::step_options(options))
         .workspace_bytes();
-  return detail::Call<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options)
+  return detail::CallOf<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options)
       .workspace_bytes();
 }
 
@@ -189,7 +198,7 @@ void forward(const ExecSpace& exec, const V& variant,
              const std::type_identity_t<Saved<ExecSpace, T>>& saved,
              const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
   const Problem p = detail::problem_of(inputs);
-  detail::Call<accumulator_t<T>, ExecSpace, V> call(exec, variant, p, Pass::forward, detail::storage_of<T>, options);
+  detail::CallOf<accumulator_t<T>, ExecSpace, V> call(exec, variant, p, Pass::forward, detail::storage_of<T>, options);
   detail::require_output("o", saved.o, {p.batch, p.heads, p.nq, p.dv});
   if (saved.denominator.present())
     detail::require_output("denominator", saved.denominator, {p.batch, p.heads, p.nq});
@@ -199,6 +208,7 @@ void forward(const ExecSpace& exec, const V& variant,
   call.enter_state("final state", saved.state, call.arguments().last, true);
   call.enter_record(saved.smallest);
   call.enter_centred(saved.centred);
+  detail::enter_local(call, inputs, saved);
   call.launch_forward();
 }
 
@@ -210,7 +220,7 @@ void backward(const ExecSpace& exec, const V& variant,
               const std::type_identity_t<Gradients<ExecSpace, T>>& gradients,
               const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
   const Problem p = detail::problem_of(inputs);
-  detail::Call<accumulator_t<T>, ExecSpace, V> call(exec, variant, p, Pass::backward, detail::storage_of<T>, options);
+  detail::CallOf<accumulator_t<T>, ExecSpace, V> call(exec, variant, p, Pass::backward, detail::storage_of<T>, options);
   auto& args = call.arguments();
   detail::require_shape("d_o", cotangents.o, {p.batch, p.heads, p.nq, p.dv});
   if (args.normalise) {
@@ -239,6 +249,12 @@ void backward(const ExecSpace& exec, const V& variant,
   call.bind(inputs, saved);
   call.enter_state("cotangent of the final state", cotangents.state, args.last_cotangent, false);
   call.enter_centred(saved.centred);
+  detail::enter_local(call, inputs, saved);
+  if constexpr (has_local_term_v<V>) {
+    call.enter_factor_gradients(gradients.diag_r, gradients.diag_p, saved.linear.present());
+  } else if (gradients.diag_r.present() || gradients.diag_p.present()) {
+    throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " joins no branches: it has no diag_r and diag_p"));
+  }
   if (gradients.state.S.present() || gradients.state.z.present() || gradients.state.t.present()) {
     if (!args.initial.present)
       throw InvalidArgument("LinAttn: a gradient of the initial state is asked for, but there is none");
@@ -260,7 +276,9 @@ void backward(const ExecSpace& exec, const V& variant,
   call.launch_backward({.query_parameter = gradients.query_parameter,
                         .key_parameter = gradients.key_parameter,
                         .constant = gradients.constant,
-                        .scale = gradients.scale});
+                        .scale = gradients.scale,
+                        .diag_r = gradients.diag_r,
+                        .diag_p = gradients.diag_p});
 }
 
 template <class T, class ExecSpace>
@@ -311,18 +329,6 @@ void step(const ExecSpace& exec, const V& variant, const std::type_identity_t<To
   detail::StepCall<accumulator_t<T>, ExecSpace, V> call(exec, variant, detail::problem_of(token), options);
   call.template run<T>(token, before, after, o, workspace);
 }
-
-namespace detail {
-template <class ExecSpace>
-auto allocate_workspace(const ExecSpace& exec, std::size_t bytes) {
-  using View = Kokkos::View<std::byte*, typename ExecSpace::memory_space>;
-  try {
-    return View(Kokkos::view_alloc(exec, std::string("LinAttn::workspace"), Kokkos::WithoutInitializing), bytes);
-  } catch (const std::exception&) {
-    throw EnvironmentFailure(message("LinAttn: cannot allocate ", bytes, " bytes of workspace"));
-  }
-}
-}  // namespace detail
 
 template <class T, class ExecSpace, Variant V>
 void forward(const ExecSpace& exec, const V& variant,

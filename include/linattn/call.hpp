@@ -69,6 +69,8 @@ struct Inputs {
 /// for each sequence and head where a row sum was smallest, for check() (normalised rows under SmallNormaliser::check,
 /// not of lln; refused otherwise). `centred` (B,H,Nq,Dv), if given together with Options::center_v,
 /// receives o before the centre was added back and before noise; backward() is more accurate with it.
+/// `linear` (B,H,Nq,Dv), for variants with a local term: receives the linear branch before it is combined, which
+/// backward() needs for the gradients of r and p (and is more accurate with it); without it nothing more is kept.
 template <class ExecSpace, class T>
 struct Saved {
   TensorRef<T, 4, ExecSpace> o{};
@@ -76,6 +78,7 @@ struct Saved {
   State<ExecSpace, T> state{};
   TensorRef<NormaliserRecord, 2, ExecSpace> smallest{};
   TensorRef<T, 4, ExecSpace> centred{};
+  TensorRef<T, 4, ExecSpace> linear{};
 
   /// Bytes of the row sums: what the backward pass needs beside inputs and output.
   static std::size_t bytes(const Problem& p) {
@@ -93,7 +96,8 @@ struct Cotangents {
 
 /// Where backward() writes: gradients of q, k, v in their extents, of the variant's parameters, summed over the batch
 /// (query_parameter (H), key_parameter (Hkv); affine: a is the query's, and constant (H) is that of b, scale (H) that
-/// of the score scale, to be summed over heads as it is one for all), and of S, z and t of the initial state.
+/// of the score scale, to be summed over heads as it is one for all; lln-diag: diag_r and diag_p (H,Dv), of r and p),
+/// and of S, z and t of the initial state.
 /// Those left out are not computed. Of `state` the shift is ignored: S and z are those at the shift of
 /// the initial state.
 template <class ExecSpace, class T>
@@ -106,6 +110,8 @@ struct Gradients {
   State<ExecSpace, T> state{};
   TensorRef<double, 1, ExecSpace> constant{};
   TensorRef<double, 1, ExecSpace> scale{};
+  TensorRef<double, 2, ExecSpace> diag_r{};
+  TensorRef<double, 2, ExecSpace> diag_p{};
 };
 
 /// How to attend. backward() must be given what forward() was given.

@@ -39,6 +39,9 @@
 /// map's `bool of_sequence() const` asks for it, the largest |x| of the rows of the sequence and head. A rho too small
 /// to divide by counts as 1. The rate is differentiable; the engine knows the pullback.
 ///
+/// A map whose features are never negative may say so with `static constexpr bool is_nonnegative = true`, which spares
+/// analysis looking for weights that are; scaled maps need not.
+///
 /// A map with one differentiable scalar for each head offers
 ///
 ///     template <class T> auto bind(std::int64_t head) const;  // the map of one head
@@ -147,6 +150,7 @@ struct IdentityMap {
 
 /// phi(x) = max(x, 0), with phi'(0) = 0.
 struct ReluMap {
+  static constexpr bool is_nonnegative = true;
   template <class T>
   KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
     return x < T(0) ? T(0) : x;  // a NaN stays a NaN
@@ -159,6 +163,7 @@ struct ReluMap {
 
 /// phi(x) = x^2.
 struct QuadraticMap {
+  static constexpr bool is_nonnegative = true;
   template <class T>
   KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
     return x * x;
@@ -262,7 +267,7 @@ struct BoundExponential {
   KOKKOS_FORCEINLINE_FUNCTION T parameter_derivative(T x, T f) const { return x * f; }
 };
 
-/// exp(x) for x <= 0 and not a NaN; 0 where it is below the smallest normal number.
+/// exp(x) for x <= 0; 0 where it is below the smallest normal number, and for a NaN.
 template <class T>
 KOKKOS_FORCEINLINE_FUNCTION T exp_of_negative(T x) {
   constexpr double log2_e = 1.4426950408889634;
@@ -275,11 +280,18 @@ KOKKOS_FORCEINLINE_FUNCTION T exp_of_negative(T x) {
   const T f = fused_multiply_add(x, low, fused_multiply_add(x, high, -n));
   return exp2_fraction(f) * power_of_two_in_range<T>(static_cast<int>(n));
 }
+/// The same where a NaN stays one.
+template <class T>
+KOKKOS_FORCEINLINE_FUNCTION T exp_nonpositive(T x) {
+  const T e = exp_of_negative(x);
+  return x == x ? e : x;
+}
 
 }  // namespace detail
 
 /// phi(x) = x + 1 for x > 0, exp(x) else (elu + 1).
 struct EluPlusOneMap {
+  static constexpr bool is_nonnegative = true;
   template <class T>
   KOKKOS_FORCEINLINE_FUNCTION T value(T x) const {
     const T below = detail::exp_of_negative(x < T(0) ? x : T(0));  // both, so that loops vectorise

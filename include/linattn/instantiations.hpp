@@ -62,4 +62,5 @@ LINATTN_INSTANTIATE(extern, LinAttn::Relu)
 LINATTN_INSTANTIATE(extern, LinAttn::Quadratic)
 LINATTN_INSTANTIATE(extern, LinAttn::Lln)
 LINATTN_INSTANTIATE(extern, LinAttn::Affine)
+LINATTN_INSTANTIATE(extern, LinAttn::LlnDiag)
 #endif

@@ -186,6 +186,52 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
   return plan;
 }
 
+/// What exact attention inside blocks asks of the plan.
+struct SoftmaxPlanRequest {
+  Pass pass = Pass::forward;
+  std::int64_t block = 1;  ///< keys of a block, not more than a sequence has
+  int chunk = 0;           ///< rows of a tile; 0 lets the plan decide
+  /// Fast memory of one worker under a plan of which chunk is decided.
+  std::function<std::size_t(const Plan&)> tile_bytes;
+};
+
+/// Cuts exact attention into tiles of `chunk` rows and runs of tiles (`segments`), which are shared out among the
+/// workers. The number of runs does not depend on the machine, since parts of gradients are summed over them.
+inline Plan make_softmax_plan(const Problem& problem, const MachineTraits& machine, const SoftmaxPlanRequest& request) {
+  constexpr int widest_block_tile = 128;  // a block of one tile saves products; longer ones do not fit fast memory
+  constexpr int host_tile = 64;
+  constexpr int device_tiles[] = {64, 32, 16};
+  constexpr int device_team_size = 128;
+  constexpr std::int64_t most_runs = 64;
+  Plan plan;
+  const auto no_longer_than_a_block = [&](std::int64_t tile) {
+    return static_cast<int>(std::clamp<std::int64_t>(request.block, 1, tile));
+  };
+  if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
+  plan.chunk = no_longer_than_a_block(request.chunk                        ? request.chunk
+                                      : !machine.host                      ? device_tiles[0]
+                                      : request.block <= widest_block_tile ? widest_block_tile
+                                                                           : host_tile);
+  plan.tile_bytes = request.tile_bytes(plan);
+  for (int tile : device_tiles) {
+    if (machine.host || plan.tiles_in_scratch) break;
+    Plan trial = plan;
+    trial.chunk = no_longer_than_a_block(request.chunk ? request.chunk : tile);
+    trial.tile_bytes = request.tile_bytes(trial);
+    if (trial.tile_bytes > machine.scratch_bytes) continue;
+    plan = trial;
+    plan.tiles_in_scratch = true;
+  }
+  const std::int64_t longest = std::max<std::int64_t>({1, problem.longest_queries(), problem.longest_keys()});
+  const std::int64_t tiles_of_block = (request.block + plan.chunk - 1) / plan.chunk;
+  const std::int64_t tiles = (longest + request.block - 1) / request.block * tiles_of_block;
+  plan.segments = static_cast<int>(std::min(tiles, most_runs));
+  const std::int64_t tasks = problem.sequences() * problem.kv_heads * plan.segments;
+  const std::int64_t most_workers = std::max(1, machine.concurrency / plan.team_size);
+  plan.workers = static_cast<int>(std::clamp<std::int64_t>(tasks, 1, most_workers));
+  return plan;
+}
+
 /// Cuts the work of one new token: heads, and windows of their states where heads are too few.
 inline Plan make_step_plan(const Problem& problem, std::int64_t features, const MachineTraits& machine, int granule) {
   constexpr int device_team_size = 64;
@@ -204,5 +250,62 @@ inline Plan make_step_plan(const Problem& problem, std::int64_t features, const 
   plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * plan.tiles, 1, most_workers));
   return plan;
 }
+
+/// How the instruments of analysis cut their work. Nothing but `workers` and `team_size` depends on the machine.
+struct DiagnosePlan {
+  int chunk = 64;              ///< tokens whose products are formed together
+  int chunks_at_once = 4;      ///< chunks that are added up in the type of the tiles
+  std::int64_t segment = 0;    ///< tokens of one task, with a matrix of its own
+  int query_tile = 128;        ///< rows and columns of a tile of scores; the columns are a multiple of 16
+  int key_tile = 64;
+  std::int64_t splits = 1;     ///< parts of the keys, where rows are few
+  int workers = 1;
+  int team_size = 1;
+};
+
+/// For `rows` measured rows of each head.
+inline DiagnosePlan make_diagnose_plan(std::int64_t nq, std::int64_t nk, std::int64_t features, std::int64_t rows,
+                                       const MachineTraits& machine) {
+  constexpr int device_team_size = 128, most_device_workers = 512;
+  constexpr std::int64_t shortest_segment = 1024;  // a matrix of 64 features costs then 32 bytes a token
+  constexpr std::int64_t wanted_tasks = 32, worth_a_split = 1024;
+  DiagnosePlan plan;
+  plan.segment = std::max(shortest_segment, (4 * features + plan.chunk - 1) / plan.chunk * plan.chunk);
+  const std::int64_t tiles = std::max<std::int64_t>(1, (std::min(rows, nq) + plan.query_tile - 1) / plan.query_tile);
+  plan.splits = std::clamp<std::int64_t>(std::min(wanted_tasks / tiles, nk / worth_a_split), 1, wanted_tasks);
+  if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
+  plan.workers = std::max(1, machine.concurrency / plan.team_size);
+  if (!machine.host) plan.workers = std::min(plan.workers, most_device_workers);
+  return plan;
+}
+
+/// How moment matching cuts its work. Nothing but `workers` and `team_size` depends on the machine.
+struct MomentPlan {
+  static constexpr std::int64_t block_elements = 8192;  ///< of a tensor that one task sums
+  static constexpr std::int64_t feature_rows = 256;     ///< rows whose features one task sums
+  static constexpr int lanes = 128;                     ///< partial sums of a device's team; a power of two
+  int workers = 1;
+  int team_size = 1;
+};
+
+/// For any number of tasks of about the same size.
+inline MomentPlan make_moment_plan(std::int64_t tasks, const MachineTraits& machine) {
+  constexpr int device_team_size = 128;
+  constexpr std::int64_t most_workers = 1 << 16;  // the others take turns
+  MomentPlan plan;
+  if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
+  plan.workers = static_cast<int>(std::clamp<std::int64_t>(tasks, 1, most_workers));
+  return plan;
+}
+
+/// How eigenvalues of matrices on the host are found.
+struct EigenvaluePlan {
+  static constexpr int squarings = 50;                   ///< of spectral_radius(): 1e-15 of the modulus is left
+  static constexpr int squarings_of_second = 32;         ///< of second_eigenvalue(): 1e-9
+  static constexpr std::int64_t largest_squared = 512;   ///< order up to which the second eigenvalue is found so
+  static constexpr int steps_before = 100, steps = 300;  ///< of the power iteration above that
+  static constexpr int block = 64;                       ///< rows of a product that one thread forms
+  static constexpr int blocks_worth_a_launch = 3;
+};
 
 }  // namespace LinAttn

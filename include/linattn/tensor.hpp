@@ -186,4 +186,72 @@ class Parameter {
   bool m_on_device = true;
 };
 
+/// One factor for each head and column of its rows: a single value for all of them, or a View (H, columns) of doubles.
+///
+/// The View must be accessible from the execution space that later reads it and outlive the kernels.
+class ColumnFactors {
+ public:
+  ColumnFactors(double value) : m_value(value) {}  // NOLINT: implicit on purpose
+
+  template <class DataType, class... Properties>
+  ColumnFactors(const Kokkos::View<DataType, Properties...>& view) {  // NOLINT: implicit on purpose
+    using View = Kokkos::View<DataType, Properties...>;
+    static_assert(int(View::rank) == 2 && std::is_same_v<typename View::non_const_value_type, double>,
+                  "LinAttn: column factors are a double or a rank-2 View of double");
+    m_data = view.data();
+    for (int r = 0; r < 2; ++r) {
+      m_extent[r] = static_cast<std::int64_t>(view.extent(r));
+      m_stride[r] = static_cast<std::int64_t>(view.stride(r));
+    }
+    m_per_head = true;
+    m_on_host = bool(Kokkos::SpaceAccessibility<Kokkos::HostSpace, typename View::memory_space>::accessible);
+    m_on_device =
+        bool(Kokkos::SpaceAccessibility<Kokkos::DefaultExecutionSpace, typename View::memory_space>::accessible);
+  }
+
+  /// The factors of one head: row[column].
+  struct Row {
+    const double* data;
+    std::int64_t stride;
+    double value;
+    KOKKOS_FORCEINLINE_FUNCTION double operator[](std::int64_t column) const {
+      return data ? data[column * stride] : value;
+    }
+  };
+  KOKKOS_FUNCTION Row row(std::int64_t head) const {
+    return {m_per_head ? m_data + head * m_stride[0] : nullptr, m_stride[1], m_value};
+  }
+
+  bool per_head() const { return m_per_head; }
+  double value() const { return m_value; }
+
+  /// \throws InvalidArgument if a View was given that is not (heads, columns) or that kernels of ExecSpace could not
+  /// read, or if the single value is not finite.
+  template <class ExecSpace>
+  void validate(const char* name, std::int64_t heads, std::int64_t columns) const {
+    if (!m_per_head) {
+      if (!(m_value - m_value == 0.0))
+        throw InvalidArgument(detail::message("LinAttn: ", name, " must be finite, found ", m_value));
+      return;
+    }
+    if (m_extent[0] != heads || m_extent[1] != columns)
+      throw InvalidArgument(detail::message("LinAttn: ", name, " must have shape (", heads, ", ", columns, "), found (",
+                                            m_extent[0], ", ", m_extent[1], ")"));
+    if (heads > 0 && columns > 0 && !m_data)
+      throw InvalidArgument(detail::message("LinAttn: ", name, " has no memory behind it"));
+    if (!(detail::is_host_space_v<ExecSpace> ? m_on_host : m_on_device))
+      throw InvalidArgument(detail::message("LinAttn: ", name, " lives in memory that ", ExecSpace::name(),
+                                            " cannot access"));
+  }
+
+ private:
+  double m_value = 0.0;
+  const double* m_data = nullptr;
+  std::int64_t m_extent[2] = {};
+  std::int64_t m_stride[2] = {};
+  bool m_per_head = false;
+  bool m_on_host = true;
+  bool m_on_device = true;
+};
+
 }  // namespace LinAttn

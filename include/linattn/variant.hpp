@@ -2,6 +2,7 @@
 #pragma once
 
 #include <concepts>
+#include <linattn/block_diagonal.hpp>
 #include <linattn/feature_map.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
@@ -25,6 +26,9 @@ namespace LinAttn {
 ///         a constant b, one for each query head: w_ij = phi_q(q_i) . phi_k(k_j) + b. States then have t and m
 ///     static constexpr const char* scale_parameter;
 ///         the name of RowNormMap::factor of the query map, differentiable and the same for all heads
+///     BlockDiagonal local_term() const;
+///         exact attention inside blocks, joined to the linear one (see LlnDiag). Such rows are always normalised, and
+///         have no states yet
 ///     V resolved(const Problem&) const;       the variant with defaults that depend on the extents filled in
 ///     void validate(Pass, bool causal) const; throws InvalidArgument for members that do not go together
 template <class V>
@@ -35,6 +39,12 @@ concept Variant = requires(const V& variant) {
   { V::key_parameter } -> std::convertible_to<const char*>;
   { variant.query_map() } -> FeatureMap;
   { variant.key_map() } -> FeatureMap;
+};
+
+/// Whether exact attention inside blocks is joined to the linear one.
+template <class V>
+inline constexpr bool has_local_term_v = requires(const V& variant) {
+  { variant.local_term() } -> std::same_as<BlockDiagonal>;
 };
 
 /// Whether weights have a constant, and its name (nullptr where they have none).

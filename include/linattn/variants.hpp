@@ -2,6 +2,7 @@
 #pragma once
 
 #include <linattn/affine.hpp>
+#include <linattn/block_diagonal.hpp>
 #include <linattn/variant.hpp>
 #include <string>
 #include <string_view>
@@ -49,12 +50,37 @@ struct Lln {
   ExponentialMap key_map() const { return {beta}; }
 };
 
+/// LLN+Diag: LLN attention and exact attention inside blocks of keys side by side (Nahshan, Kampeas, Haleva 2024,
+/// section 3). The linear branch spreads its weight over far keys, the block part restores short range.
+///
+///     o = r o_lln + p o_block,    r = p = 1/2 unless `combine` says otherwise (see BlockDiagonal)
+///
+/// alpha and beta as in Lln. Gradients reach r and p too (Gradients::diag_r, diag_p).
+struct LlnDiag {
+  static constexpr const char* name = "lln-diag";
+  static constexpr bool normalise_by_default = true;
+  static constexpr const char* query_parameter = "alpha";
+  static constexpr const char* key_parameter = "beta";
+
+  Parameter alpha = 1.0;
+  Parameter beta = 1.0;
+  std::int64_t block = 0;  ///< keys of a block; 0: D
+  Combine combine = Combine::average;
+  ColumnFactors diag_r = 0.5;  ///< (H,Dv)
+  ColumnFactors diag_p = 0.5;  ///< (H,Dv)
+
+  ExponentialMap query_map() const { return {alpha}; }
+  ExponentialMap key_map() const { return {beta}; }
+  BlockDiagonal local_term() const { return {block, combine, diag_r, diag_p}; }
+};
+
 template <class... V>
 struct VariantList {};
 
-/// Every shipped variant of the engine: one line here gives a variant its tests, command line, fixtures
-/// and benchmarks.
-using Variants = VariantList<Identity, Elu, Relu, Quadratic, Lln, Affine>;
+/// Every shipped variant that is nothing but sums over keys, and so has states and step().
+using LinearVariants = VariantList<Identity, Elu, Relu, Quadratic, Lln, Affine>;
+/// Every shipped variant: one line here gives a variant its tests, command line, fixtures and benchmarks.
+using Variants = VariantList<Identity, Elu, Relu, Quadratic, Lln, Affine, LlnDiag>;
 
 namespace detail {
 template <class... V, class Body>
@@ -67,6 +93,12 @@ void for_each_variant(VariantList<V...>, const Body& body) {
 template <class Body>
 void for_each_variant(const Body& body) {
   detail::for_each_variant(Variants{}, body);
+}
+
+/// The same for those that have states and step().
+template <class Body>
+void for_each_linear_variant(const Body& body) {
+  detail::for_each_variant(LinearVariants{}, body);
 }
 
 /// "identity, elu, ..." for messages.

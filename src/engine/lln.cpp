@@ -3,3 +3,4 @@
 #include <linattn/instantiations.hpp>
 
 LINATTN_INSTANTIATE(, LinAttn::Lln)
+LINATTN_INSTANTIATE(, LinAttn::LlnDiag)

@@ -2,6 +2,7 @@
 //
 // One call, and at most one mistake in it, chosen by a definition.
 
+#include <linattn/analysis/diagnose.hpp>
 #include <linattn/linattn.hpp>
 
 using Exec = Kokkos::DefaultHostExecutionSpace;
@@ -37,7 +38,10 @@ void attend(Tensor<float> x, Tensor<const float> y, Tensor<int> z, Kokkos::View<
   LinAttn::forward<int>(Exec(), LinAttn::Elu{}, {.q = z, .k = z, .v = z}, {.o = z}, arena);
 #elif defined(LINATTN_MISTAKE_NOT_A_MAP)
   LinAttn::forward<float>(Exec(), Broken{}, {.q = x, .k = x, .v = x}, {.o = x, .denominator = s}, arena);
+#elif defined(LINATTN_MISTAKE_TWO_MATRICES)
+  LinAttn::diagnose<float>(Exec(), LinAttn::LlnDiag{}, {.q = x, .k = x});
 #else
   LinAttn::forward<float>(Exec(), LinAttn::Elu{}, {.q = x, .k = x, .v = x}, {.o = x, .denominator = s}, arena);
+  LinAttn::diagnose<float>(Exec(), LinAttn::Lln{}, {.q = x, .k = x});
 #endif
 }

@@ -87,10 +87,25 @@ struct Spec {
   Options options{};
   bool masked = false;                               ///< a key mask
   std::vector<std::int64_t> packed_q{}, packed_k{};  ///< lengths of members
-  bool states = false;    ///< initial state, final state and its cotangent
-  bool decoding = false;  ///< step() instead of the passes
-  QkNorm norm = QkNorm::l2;  ///< of affine attention
+  bool states = false;                 ///< initial state, final state and its cotangent
+  bool decoding = false;               ///< step() instead of the passes
+  QkNorm norm = QkNorm::l2;            ///< of affine attention
+  Combine combine = Combine::average;  ///< of lln-diag, as is the next
+  std::int64_t block = 0;
 };
+
+/// Whether a variant has what a case is about.
+template <class V>
+bool applies(const Spec& spec) {
+  const Options& options = spec.options;
+  if (ScaledFeatureMap<key_map_t<V>> && options.small_normaliser == SmallNormaliser::clamp)
+    return false;  // row sums that cannot vanish
+  if (!has_local_term_v<V>) return spec.block == 0;
+  const bool square =
+      spec.packed_q.empty() ? spec.problem.nq == spec.problem.nk : spec.packed_q == spec.packed_k;
+  return !spec.states && !spec.decoding && options.normalise.value_or(true) &&
+         options.dropout.p == 0 && !options.center_v && (options.causal || square);
+}
 
 std::vector<Spec> specs() {
   std::vector<Spec> list{
@@ -177,6 +192,28 @@ std::vector<Spec> specs() {
        {},
        true,
        true},
+      {.what = "causal, blocks of 17, both scaled",
+       .problem = {2, 4, 2, 61, 75, 24, 40},
+       .options = {.causal = true},
+       .combine = Combine::scale,
+       .block = 17},
+      {.what = "full, blocks of 40, one ratio, key mask",
+       .problem = {2, 4, 1, 131, 131, 64, 33},
+       .options = {.causal = false},
+       .masked = true,
+       .combine = Combine::ratio,
+       .block = 40},
+      {.what = "full, blocks of 16, packed",
+       .problem = {1, 2, 1, 0, 0, 64, 64},
+       .options = {.causal = false},
+       .packed_q = {17, 0, 70, 3},
+       .packed_k = {17, 0, 70, 3},
+       .block = 16},
+      {.what = "causal, blocks of 128, segments, TF32",
+       .problem = {1, 1, 1, 301, 301, 64, 128},
+       .options = {.causal = true, .segments = 3, .allow_tf32 = true},
+       .combine = Combine::scale,
+       .block = 128},
   };
   for (Spec& spec : list) {
     if (spec.packed_q.empty()) continue;
@@ -196,7 +233,7 @@ using Numbers = std::vector<double>;
 
 /// What a call reads, rounded to its type.
 struct Data {
-  Numbers q, k, v, d_o, alpha, beta, constant, S, z, t, d_S, d_z, d_t;
+  Numbers q, k, v, d_o, alpha, beta, constant, diag_r, diag_p, S, z, t, d_S, d_z, d_t;
   std::vector<std::int64_t> m;
   std::vector<int> shift;
   std::vector<std::uint8_t> mask;
@@ -231,6 +268,8 @@ Data make_data(const Spec& spec, std::uint64_t seed) {
   if (V::query_parameter) data.alpha = numbers(p.heads, seed + 5, 0.5, 1.2);
   if (V::key_parameter) data.beta = numbers(p.kv_heads, seed + 6, 0.5, 1.2);
   if (has_constant_v<V>) data.constant = numbers(p.heads, seed + 13, 1.2, 2);
+  if (spec.combine != Combine::average) data.diag_r = numbers(p.heads * p.dv, seed + 16, -1, 1);
+  if (spec.combine == Combine::scale) data.diag_p = numbers(p.heads * p.dv, seed + 17, -1, 1);
   if (spec.masked) {
     data.mask.resize(static_cast<std::size_t>(p.batch * p.nk));
     for (std::size_t i = 0; i < data.mask.size(); ++i) data.mask[i] = Fill{seed + 7, true}(i) < 0.7;
@@ -284,6 +323,14 @@ class Buffer {
     return {m_view.data(), extents, strides};
   }
   const View& view() const { return m_view; }
+  /// Factors by head and column, or 1/2 if there are none.
+  ColumnFactors factors(std::int64_t heads, std::int64_t columns) const {
+    using Matrix = Kokkos::View<E**, Kokkos::LayoutRight, typename Space::memory_space,
+                                Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+    if (m_view.size() == 0) return 0.5;
+    return Matrix(m_view.data(), static_cast<std::size_t>(heads),
+                  static_cast<std::size_t>(columns));
+  }
 
   Numbers get() const {
     const auto host = Kokkos::create_mirror_view(m_view);
@@ -314,10 +361,18 @@ class Buffer {
 using Outcome = std::map<std::string, Numbers>;
 
 template <class V>
-V make_variant(const Parameter& alpha, const Parameter& beta, const Parameter& constant = 1.0,
-               QkNorm norm = QkNorm::l2) {
+V make_variant(const Spec& spec, const Parameter& alpha, const Parameter& beta,
+               const Parameter& constant, const ColumnFactors& diag_r = 0.5,
+               const ColumnFactors& diag_p = 0.5) {
   if constexpr (std::is_same_v<V, Affine>)
-    return {.a = alpha, .b = constant, .qk_norm = norm};
+    return {.a = alpha, .b = constant, .qk_norm = spec.norm};
+  else if constexpr (has_local_term_v<V>)
+    return {.alpha = alpha,
+            .beta = beta,
+            .block = spec.block,
+            .combine = spec.combine,
+            .diag_r = diag_r,
+            .diag_p = diag_p};
   else if constexpr (V::query_parameter != nullptr && V::key_parameter != nullptr)
     return V{alpha, beta};
   else
@@ -347,6 +402,11 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Buffer<T, Space> q(data.q), k(data.k), v(data.v), d_o(data.d_o);
   const Buffer<T, Space> o(count(at_o)), d_q(count(at_q)), d_k(count(at_k)), d_v(count(at_v));
   const Buffer<A, Space> s(count(at_s));
+  const bool has_r = has_local_term_v<V> && spec.combine != Combine::average,
+             has_p = has_local_term_v<V> && spec.combine == Combine::scale;
+  const Buffer<T, Space> linear(has_r ? count(at_o) : 0);
+  const Buffer<double, Space> diag_r(data.diag_r), diag_p(data.diag_p), d_diag_r(p.heads * p.dv),
+      d_diag_p(p.heads * p.dv);
   const Buffer<double, Space> alpha(data.alpha), beta(data.beta), constant(data.constant),
       d_alpha(p.heads), d_beta(p.kv_heads), d_constant(p.heads), d_scale(p.heads);
   const Buffer<std::uint8_t, Space> mask(data.mask);
@@ -360,7 +420,8 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Buffer<A, Space> last_t(spec.states ? count(at_t) : 0), d_t(spec.states ? count(at_t) : 0);
   const Buffer<std::int64_t, Space> m(data.m), last_m(p.sequences());
 
-  const V variant = make_variant<V>(alpha.view(), beta.view(), constant.view(), spec.norm);
+  const V variant = make_variant<V>(spec, alpha.view(), beta.view(), constant.view(),
+                                    diag_r.factors(p.heads, p.dv), diag_p.factors(p.heads, p.dv));
   Inputs<Space, T> inputs{
       .q = q.template ref<4>(at_q), .k = k.template ref<4>(at_k), .v = v.template ref<4>(at_v)};
   Saved<Space, T> saved{.o = o.template ref<4>(at_o)};
@@ -378,6 +439,11 @@ Outcome attend(const Spec& spec, const Data& data) {
   if (V::key_parameter) gradients.key_parameter = d_beta.template ref<1>({p.kv_heads});
   if (has_constant_v<V>) gradients.constant = d_constant.template ref<1>({p.heads});
   if (scale_parameter_name<V>()) gradients.scale = d_scale.template ref<1>({p.heads});
+  if (has_r) {
+    saved.linear = linear.template ref<4>(at_o);
+    gradients.diag_r = d_diag_r.template ref<2>({p.heads, p.dv});
+  }
+  if (has_p) gradients.diag_p = d_diag_p.template ref<2>({p.heads, p.dv});
   if (spec.states) {
     inputs.state = {.S = S.template ref<4>(at_S), .z = z.template ref<3>(at_z)};
     saved.state = {.S = last_S.template ref<4>(at_S), .z = last_z.template ref<3>(at_z)};
@@ -406,6 +472,8 @@ Outcome attend(const Spec& spec, const Data& data) {
   if (V::key_parameter) result["d beta"] = d_beta.get();
   if (has_constant_v<V>) result["d constant"] = d_constant.get();
   if (scale_parameter_name<V>()) result["d scale"] = d_scale.get();
+  if (has_r) result["d diag_r"] = d_diag_r.get();
+  if (has_p) result["d diag_p"] = d_diag_p.get();
   if (spec.states) {
     result["S"] = last_S.get();
     result["z"] = last_z.get();
@@ -440,7 +508,7 @@ Outcome decode(const Spec& spec, const Data& data) {
   const std::array<std::int64_t, 3> at_t{p.batch, p.kv_heads, p.dv};
   const Buffer<A, Space> t(data.t), last_t(static_cast<std::int64_t>(data.t.size()));
   const Buffer<std::int64_t, Space> m(data.m), last_m(p.batch);
-  const V variant = make_variant<V>(alpha.view(), beta.view(), constant.view(), spec.norm);
+  const V variant = make_variant<V>(spec, alpha.view(), beta.view(), constant.view());
   const Token<Space, T> token{.q = q.template ref<3>({p.batch, p.heads, p.d}),
                               .k = k.template ref<3>({p.batch, p.kv_heads, p.d}),
                               .v = v.template ref<3>({p.batch, p.kv_heads, p.dv})};
@@ -518,6 +586,12 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   settings.beta = data.beta;
   settings.constant = data.constant;
   if (spec.norm == QkNorm::max) settings.norm = reference::Norm::max;
+  settings.block = spec.block;
+  settings.combine = spec.combine == Combine::scale   ? reference::Combine::scale
+                     : spec.combine == Combine::ratio ? reference::Combine::ratio
+                                                      : reference::Combine::average;
+  settings.diag_r = data.diag_r;
+  settings.diag_p = data.diag_p;
   if (spec.options.small_normaliser == SmallNormaliser::clamp)
     settings.least_normaliser = spec.options.least_normaliser;
   settings.dropout_p = spec.options.dropout.p;
@@ -534,7 +608,7 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   const auto o = reference::forward(spec.problem, settings, tensors);
   const auto g = reference::backward(spec.problem, settings, tensors, d_o);
   const auto m = reference::magnitudes(spec.problem, settings, tensors, d_o);
-  const int chunk = LinAttn::plan<T>(Device(), make_variant<V>(1.0, 1.0, 1.0, spec.norm), spec.problem,
+  const int chunk = LinAttn::plan<T>(Device(), make_variant<V>(spec, 1.0, 1.0, 1.0), spec.problem,
                                      Pass::backward, spec.options)
                         .chunk;
   const auto counts = reference::rounding_counts(spec.problem, settings, chunk);
@@ -561,6 +635,8 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   check("d beta", g.beta, m.beta, counts.beta);
   check("d constant", g.constant, m.constant, counts.constant);
   check("d scale", g.score_scale, m.score_scale, counts.score_scale);
+  check("d diag_r", g.diag_r, m.diag_r, counts.diag_r);
+  check("d diag_p", g.diag_p, m.diag_p, counts.diag_p);
 }
 
 /// Relative to the largest element of the tensor: the reference knows no states.
@@ -587,7 +663,8 @@ void compare_by_scale(const Outcome& device, const Outcome& host, Worst& worst) 
 
 template <class T, class V, class Space>
 Outcome run_on(const Spec& spec, const Data& data) {
-  if (spec.decoding) return decode<T, V, Space>(spec, data);
+  if constexpr (!has_local_term_v<V>)
+    if (spec.decoding) return decode<T, V, Space>(spec, data);
   return attend<T, V, Space>(spec, data);
 }
 
@@ -597,8 +674,7 @@ int check_variant(std::uint64_t seed) {
   double nearest = 0;
   std::string what;
   for (const Spec& spec : specs()) {
-    if (ScaledFeatureMap<key_map_t<V>> && spec.options.small_normaliser == SmallNormaliser::clamp)
-      continue;  // row sums that cannot vanish
+    if (!applies<V>(spec)) continue;
     ++cases;
     Worst worst;
     try {

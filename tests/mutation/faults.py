@@ -5,7 +5,11 @@ WALKER = "include/linattn/engine/walker.hpp"
 TILE = "include/linattn/tile.hpp"
 SCAN = "include/linattn/engine/scan.hpp"
 ARGUMENTS = "include/linattn/engine/arguments.hpp"
+ROWS = "include/linattn/rows.hpp"
 ENGINE = "include/linattn/engine/engine.hpp"
+BLOCKS = "include/linattn/local_softmax/walker.hpp"
+LOCAL = "include/linattn/local_softmax.hpp"
+JOINED = "include/linattn/joined.hpp"
 STEP = "include/linattn/engine/step.hpp"
 MAPS = "include/linattn/feature_map.hpp"
 NORMALISER = "include/linattn/normaliser.hpp"
@@ -20,7 +24,7 @@ FAULTS = [
     ("a compensated sum forgets what it lost", TILE, "low = (t - high) - y;", "low = V{};"),
     # sums
     ("the denominator lacks the chunk", WALKER, "sums.more = m_tiles.weights;", "sums.more = nullptr;"),
-    ("no gradient through the denominator", WALKER, "if (!wants_row_terms()) return;", "return;"),
+    ("no gradient through the denominator", WALKER, "if (!wants_row_terms()) return;\n    load_row_terms(", "return;\n    load_row_terms("),
     ("the last row of a short chunk is skipped", WALKER, "left < m_args.plan.chunk ? left : m_args.plan.chunk", "left < m_args.plan.chunk ? left - (left > 1) : m_args.plan.chunk"),
     ("dV lacks the chunk", WALKER, "target.store = sum.count > 0 ? Store::add : Store::overwrite;", "target.store = Store::overwrite;"),
     ("a head of a group overwrites the others", WALKER, "m_key_target.store = begins ? Store::overwrite : Store::add;", "m_key_target.store = Store::overwrite;"),
@@ -29,10 +33,10 @@ FAULTS = [
     ("parameters see the first segment only", SCAN, "for (std::int64_t s = 0; s < segments; ++s)", "for (std::int64_t s = 0; s < 1; ++s)"),
     # borders
     ("queries stand top-left", WALKER, "{ return m_sequence.nk - m_sequence.nq; }", "{ return 0; }"),
-    ("keys of a member begin at its queries", ARGUMENTS, "k = args.cu_seqlens_k[index];", "k = args.cu_seqlens_q[index];"),
-    ("hidden keys are seen", ARGUMENTS, "return !nothing && (!mask || mask[key * stride] != 0);", "return !nothing;"),
-    ("hidden keys lie in place", ARGUMENTS, "{ return !nothing && !mask; }", "{ return !nothing; }"),
-    ("offsets have 32 bits", ARGUMENTS, "static_cast<S*>(data) + (b * batch_stride + h * head_stride + n * row_stride)", "static_cast<S*>(data) + static_cast<int>(b * batch_stride + h * head_stride + n * row_stride)"),
+    ("keys of a member begin at its queries", ROWS, "k = args.cu_seqlens_k[index];", "k = args.cu_seqlens_q[index];"),
+    ("hidden keys are seen", ROWS, "return !nothing && (!mask || mask[key * stride] != 0);", "return !nothing;"),
+    ("hidden keys lie in place", ROWS, "{ return !nothing && !mask; }", "{ return !nothing; }"),
+    ("offsets have 32 bits", ROWS, "static_cast<S*>(data) + (b * batch_stride + h * head_stride + n * row_stride)", "static_cast<S*>(data) + static_cast<int>(b * batch_stride + h * head_stride + n * row_stride)"),
     ("an empty row is divided by zero", WALKER, "const auto counts = [=](int r) { return !(normalise && row_scale[first + r] == A(0)); };", "const auto counts = [](int) { return true; };"),
     # segments, windows, states
     ("a suffix is taken for a prefix", SCAN, "return kind == ScanKind::suffix ? segments - 1 - i : i;", "return i;"),
@@ -71,4 +75,19 @@ FAULTS = [
     ("a step answers before its key is in", STEP, "numerators[j] += query * s;", "numerators[j] += query * before;"),
     ("a step does not count its key", STEP, "args.before.count(b) + (visible ? 1 : 0));\n          if", "args.before.count(b));\n          if"),
     ("a step forgets the scale", STEP, "rows.row_scale[g] = args.scale;", "rows.row_scale[g] = A(1);"),
+    # a second branch
+    ("weights of another tile keep the old maximum", BLOCKS, "const A factor = corrections[r];", "const A factor = A(1);"),
+    ("sums of weights keep the old maximum", BLOCKS, "return {m, before.sum * correction + sum, correction};\n  } else", "return {m, before.sum + sum, correction};\n  } else"),
+    ("a block sees keys after its row", BLOCKS, "return diagonal ? row + 1 : keys.rows;", "return keys.rows;"),
+    ("blocks see hidden keys", BLOCKS, "hidden[r] = seen(r) ? A(0) : minus_infinity<A>();", "hidden[r] = A(0);"),
+    ("blocks do not begin anew in members", BLOCKS, "return m_sequence.k_begin + tile.begin;", "return tile.begin;"),
+    ("queries of a block stand top-left", BLOCKS, "return m_args.causal ? m_sequence.nk - m_sequence.nq : 0;", "return 0;"),
+    ("scores lose delta", BLOCKS, "p[j] * (row[j] - delta) * scale", "p[j] * row[j] * scale"),
+    ("delta of an earlier tile keeps the old maximum", BLOCKS, "deltas[r] = deltas[r] * corrections[r] +", "deltas[r] = deltas[r] +"),
+    ("the linear branch is told the dots of both", BLOCKS, "m_tiles.dots[r] - m_tiles.deltas[r];", "m_tiles.dots[r];"),
+    ("a ratio does not complement", BLOCKS, "complement ? 1 - x : x", "x"),
+    ("heads of a group share one gradient of a block", BLOCKS, "m_key_target.store = m_value_target.store = begins ?", "m_key_target.store = m_value_target.store = true ?"),
+    ("dr of a ratio lacks the block", LOCAL, "sum_parts(d_r, a.r_parts, a.combine == Combine::ratio ? a.p_parts : nullptr);", "sum_parts(d_r, a.r_parts, nullptr);"),
+    ("the linear branch takes all of dO", JOINED, "args.output_factors = m_term.combine == Combine::average ? ColumnFactors(0.5) : m_term.r;", "args.output_factors = 1.0;"),
+    ("the linear branch overwrites what the blocks wrote", JOINED, "args.joined = true;", "args.joined = false;"),
 ]

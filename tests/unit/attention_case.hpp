@@ -43,6 +43,8 @@ template <Variant V>
 inline constexpr bool has_constant = has_constant_v<V>;
 template <Variant V>
 inline constexpr bool has_score_scale = scale_parameter_name<V>() != nullptr;
+template <Variant V>
+inline constexpr bool has_local_term = has_local_term_v<V>;
 
 /// Sums over keys, row-major: S (M,Hkv,R,Dv), z (M,Hkv,R), shift (M,Hkv,R) of scaled maps, t (M,Hkv,Dv)
 /// and m (M) of variants with a constant, for which some numbers are taken if there are none.
@@ -60,6 +62,14 @@ struct AffineSettings {
   double norm_eps = 1e-6;
 };
 
+/// Settings of the block branch that other variants lack. Factors (H,Dv) where they are combined by some.
+struct BlockSettings {
+  std::int64_t block = 0;
+  Combine combine = Combine::average;
+  std::vector<double> diag_r{}, diag_p{};
+  bool keeps_linear = true;  ///< whether the linear branch is kept where factors have gradients
+};
+
 /// The numbers of one call, row-major and exactly representable in the scalar of the call.
 struct Case {
   Problem problem;
@@ -67,6 +77,7 @@ struct Case {
   std::vector<double> alpha, beta;  ///< parameters by head; empty where the variant has none
   std::vector<double> constant;     ///< likewise
   AffineSettings affine{};
+  BlockSettings diag{};
 
   std::vector<std::uint8_t> key_mask;                    ///< (B,Nk), or empty
   std::vector<std::int64_t> cu_seqlens_q, cu_seqlens_k;  ///< offsets of packed members, or empty
@@ -170,6 +181,14 @@ reference::Settings settings_of(const Case& c, const Options& options) {
                                                        : reference::Norm::max;
     settings.norm_eps = c.affine.norm_eps;
   }
+  if constexpr (has_local_term<V>) {
+    settings.block = c.diag.block;
+    settings.combine = c.diag.combine == Combine::average ? reference::Combine::average
+                       : c.diag.combine == Combine::scale ? reference::Combine::scale
+                                                          : reference::Combine::ratio;
+    settings.diag_r = c.diag.diag_r;
+    settings.diag_p = c.diag.diag_p;
+  }
   if (options.small_normaliser == SmallNormaliser::clamp) settings.least_normaliser = options.least_normaliser;
   settings.dropout_p = options.dropout.p;
   settings.seed = options.dropout.seed;
@@ -189,6 +208,8 @@ struct Outcome {
   std::vector<std::int64_t> m;
   std::vector<accumulator_t<T>> d_S, d_z, d_t;  ///< gradient of the initial state
   std::vector<T> centred;                       ///< o before the centre was added
+  std::vector<T> linear;                        ///< the linear branch of a joined one
+  std::vector<double> diag_r, diag_p;
 };
 
 template <class T>
@@ -210,7 +231,10 @@ template <class T>
         check("d constant", found.constant, expected.constant),
         check("d scale", found.scale, expected.scale), check("t", found.t, expected.t),
         check("m", found.m, expected.m), check("dt", found.d_t, expected.d_t),
-        check("centred", found.centred, expected.centred)})
+        check("centred", found.centred, expected.centred),
+        check("linear", found.linear, expected.linear),
+        check("d diag_r", found.diag_r, expected.diag_r),
+        check("d diag_p", found.diag_p, expected.diag_p)})
     if (!result) return result;
   return ::testing::AssertionSuccess();
 }
@@ -260,13 +284,14 @@ struct Arrangement {
   Layout d_q = Layout::right, d_k = Layout::right, d_v = Layout::right;
   Layout parameter = Layout::right, d_parameter = Layout::right;
   Layout mask = Layout::right, state = Layout::right, d_state = Layout::right;
-  Layout centred = Layout::right;
+  Layout centred = Layout::right, linear = Layout::right;
+  Layout factors = Layout::right, d_factors = Layout::right;
 };
 
 /// Which gradients to ask for; parameters only where the variant has them.
 struct Wanted {
   bool q = true, k = true, v = true, query_parameter = true, key_parameter = true, state = true;
-  bool constant = true, scale = true;
+  bool constant = true, scale = true, factors = true;
 };
 
 /// A state of a problem in memory.
@@ -323,7 +348,14 @@ class Attention {
 
   bool normalise() const { return m_options.normalise.value_or(V::normalise_by_default); }
   V variant() const {
-    return make_variant<V>(alpha.view(), beta.view(), constant.view(), m_case.affine);
+    V result = make_variant<V>(alpha.view(), beta.view(), constant.view(), m_case.affine);
+    if constexpr (has_local_term<V>) {
+      result.block = m_case.diag.block;
+      result.combine = m_case.diag.combine;
+      if (result.combine != Combine::average) result.diag_r = diag_r.view();
+      if (result.combine == Combine::scale) result.diag_p = diag_p.view();
+    }
+    return result;
   }
   Inputs<ExecSpace, T> inputs() const;
   Saved<ExecSpace, T> saved() const;
@@ -348,10 +380,14 @@ class Attention {
   PlacedTensor<double, 1, ExecSpace> constant, d_constant, d_scale;
   PlacedTensor<std::uint8_t, 2, ExecSpace> mask;
   PlacedTensor<T, 4, ExecSpace> centred;  ///< used with center_v
+  PlacedTensor<T, 4, ExecSpace> linear;   ///< used where factors have gradients
+  PlacedTensor<double, 2, ExecSpace> diag_r, diag_p, d_diag_r, d_diag_p;
 
   PlacedState<T, ExecSpace, V> initial, last, d_initial, d_last;
 
  private:
+  bool has_factors() const { return has_local_term<V> && m_case.diag.combine != Combine::average; }
+  bool keeps_linear() const { return has_factors() && m_case.diag.keeps_linear; }
   static SequenceOffsets offsets(const std::vector<std::int64_t>& values) {
     return {values.data(), {static_cast<std::int64_t>(values.size())}, {1}};
   }
@@ -384,6 +420,17 @@ Attention<T, ExecSpace, V>::Attention(const Case& c, const Options& options, con
   d_scale = {{has_score_scale<V> ? p.heads : 0}, at.d_parameter};
   constant.set(c.constant);
   if (options.center_v) centred = {o.extents(), at.centred};
+  if (has_factors()) {
+    linear = {o.extents(), at.linear};
+    diag_r = {{p.heads, p.dv}, at.factors};
+    diag_r.set(c.diag.diag_r);
+    d_diag_r = {{p.heads, p.dv}, at.d_factors};
+    if (c.diag.combine == Combine::scale) {
+      diag_p = {{p.heads, p.dv}, at.factors};
+      diag_p.set(c.diag.diag_p);
+      d_diag_p = {{p.heads, p.dv}, at.d_factors};
+    }
+  }
   q.set(c.q);
   k.set(c.k);
   v.set(c.v);
@@ -425,6 +472,7 @@ Saved<ExecSpace, T> Attention<T, ExecSpace, V>::saved() const {
   if (normalise()) result.denominator = denominator.ref();
   if (m_case.wants_last) result.state = last.ref();
   if (m_options.center_v) result.centred = centred.ref();
+  if (keeps_linear()) result.linear = linear.ref();
   return result;
 }
 
@@ -449,6 +497,10 @@ Gradients<ExecSpace, T> Attention<T, ExecSpace, V>::gradients(const Wanted& want
   if (has_key_parameter<V> && wanted.key_parameter) result.key_parameter = d_beta.ref();
   if (has_constant<V> && wanted.constant) result.constant = d_constant.ref();
   if (has_score_scale<V> && wanted.scale) result.scale = d_scale.ref();
+  if (keeps_linear() && wanted.factors) {
+    result.diag_r = d_diag_r.ref();
+    if (m_case.diag.combine == Combine::scale) result.diag_p = d_diag_p.ref();
+  }
   if (m_case.initial && wanted.state) {
     result.state = {.S = d_initial.S.ref(), .z = d_initial.z.ref()};
     if (has_constant<V>) result.state.t = d_initial.t.ref();
@@ -486,6 +538,13 @@ Outcome<T> Attention<T, ExecSpace, V>::outcome(const Wanted& wanted) {
   if (wanted.constant) result.constant = d_constant.get();
   if (wanted.scale) result.scale = d_scale.get();
   if (m_options.center_v) result.centred = centred.get();
+  if (keeps_linear()) {
+    result.linear = linear.get();
+    if (wanted.factors) {
+      result.diag_r = d_diag_r.get();
+      if (m_case.diag.combine == Combine::scale) result.diag_p = d_diag_p.get();
+    }
+  }
   if (m_case.wants_last) {
     result.S = last.S.get();
     result.z = last.z.get();
@@ -507,7 +566,8 @@ Outcome<T> Attention<T, ExecSpace, V>::outcome(const Wanted& wanted) {
               denominator.guards_intact() && d_o.guards_intact() && d_q.guards_intact() &&
               d_k.guards_intact() && d_v.guards_intact() && d_alpha.guards_intact() &&
               d_beta.guards_intact() && d_constant.guards_intact() && d_scale.guards_intact() &&
-              centred.guards_intact())
+              centred.guards_intact() && linear.guards_intact() && d_diag_r.guards_intact() &&
+              d_diag_p.guards_intact())
       << "memory between or around the tensors was written";
   return result;
 }
@@ -618,6 +678,11 @@ template <class T, Variant V>
         within_bounds<T>("d scale", found.scale, g.score_scale, m.score_scale,
                          counts.score_scale)})
     if (!result) return result;
+  for (const auto& result : {found.diag_r.empty() ? ::testing::AssertionSuccess()
+                                                  : within_bounds<T>("d diag_r", found.diag_r, g.diag_r, m.diag_r, counts.diag_r),
+                             found.diag_p.empty() ? ::testing::AssertionSuccess()
+                                                  : within_bounds<T>("d diag_p", found.diag_p, g.diag_p, m.diag_p, counts.diag_p)})
+    if (!result) return result;
   return ::testing::AssertionSuccess();
 }
 
@@ -690,7 +755,8 @@ inline std::string describe(const Problem& problem, const Options& options) {
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity) \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Elu)      \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)      \
-  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Affine)
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Affine)   \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::LlnDiag)
 #else
 #define LINATTN_TEST_INSTANTIATE_ALL(PREFIX)           \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity)  \
@@ -698,7 +764,8 @@ inline std::string describe(const Problem& problem, const Options& options) {
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Relu)      \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Quadratic) \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)       \
-  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Affine)
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Affine)    \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::LlnDiag)
 #endif
 
 #if !defined(LINATTN_DEFINES_TEST_INSTANTIATIONS)

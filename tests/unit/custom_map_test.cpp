@@ -90,6 +90,16 @@ struct OneSided {
   ParabolaMap key_map() const { return {curvature}; }
 };
 
+/// phi(x) = 1 + x^2, alone and joined by exact attention inside blocks.
+struct Curved : SameMapVariant<ParabolaMap> {
+  static constexpr const char* name = "curved";
+};
+struct CurvedDiag : SameMapVariant<ParabolaMap> {
+  static constexpr const char* name = "curved-diag";
+  BlockDiagonal local_term() const { return {.block = 4}; }
+};
+static_assert(has_local_term_v<CurvedDiag> && !has_local_term_v<Curved>);
+
 /// Maps that do not fit each other.
 struct Mismatched {
   static constexpr const char* name = "mismatched";
@@ -213,6 +223,23 @@ class CustomMap : public ::testing::Test {
 };
 
 TYPED_TEST_SUITE(CustomMap, OverSpaces, ConfigName);
+
+// Blocks join any elementwise map: half of its attention and half of what they are in LLN+Diag.
+TYPED_TEST(CustomMap, JoinedByBlocks) {
+  for (const bool causal : {false, true}) {
+    const Options options{.causal = causal};
+    const Problem p{2, 2, 1, 11, 11, 3, 2};
+    const auto t = this->random_tensors(p);
+    const auto linear = this->run(Curved{}, t, options, false).o,
+               lln = this->run(Lln{}, t, options, false).o,
+               diag = this->run(LlnDiag{.block = 4}, t, options, false).o;
+    std::vector<double> expected(linear.size());
+    for (std::size_t n = 0; n < linear.size(); ++n)
+      expected[n] = (linear[n] - lln[n]) / 2 + diag[n];
+    this->expect_near(this->run(CurvedDiag{}, t, options, false).o, expected);
+    this->check_gradients(CurvedDiag{}, p, options);
+  }
+}
 
 TYPED_TEST(CustomMap, RowsOfMoreFeatures) {
   const auto features = [](const double* x) {

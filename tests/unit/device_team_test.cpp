@@ -33,7 +33,7 @@ class EmulatedPass {
   using QueryMap = query_map_t<V>;
   using KeyMap = key_map_t<V>;
   using Args = LinAttn::detail::Arguments<A, QueryMap, KeyMap>;
-  using Call = LinAttn::detail::Call<A, ExecSpace, V>;
+  using Call = LinAttn::detail::CallOf<A, ExecSpace, V>;
   using Walk = LinAttn::detail::Walk;
   using ScanKind = LinAttn::detail::ScanKind;
   static constexpr bool scaled = ScaledFeatureMap<KeyMap>;
@@ -46,6 +46,7 @@ class EmulatedPass {
     m_call.use_workspace(m_arena.workspace());
     m_call.bind(call.inputs(), call.saved());
     Args& args = m_call.arguments();
+    if constexpr (has_local_term<V>) m_call.enter_local(call.inputs(), call.saved());
     m_call.enter_state("final state", call.saved().state, args.last, true);
     if (pass == Pass::forward) {
       m_call.enter_centred(call.saved().centred);
@@ -76,6 +77,7 @@ class EmulatedPass {
       scan(args().causal ? ScanKind::prefix : ScanKind::total, args().initial, 1, false);
     }
     walk(Walk::output, false);
+    if constexpr (has_local_term<V>) walk(LinAttn::detail::SoftmaxWalk::output);
     if (has_constant<V> && args().last.present)
       for (std::int64_t s = 0; s < args().sequences; ++s)
         LinAttn::detail::CountKeys<Args>{args(), args().last.counts, args().last.count_stride}(s);
@@ -84,6 +86,18 @@ class EmulatedPass {
   void backward(const Attention<T, ExecSpace, V>& call) {
     const ScanKind total = ScanKind::total;
     const auto gradients = call.gradients({});
+    if constexpr (has_local_term<V>) {
+      using LinAttn::detail::SoftmaxWalk;
+      if (m_call.local().arguments().tiles_of_block == 1) {
+        walk(SoftmaxWalk::block_gradient);
+      } else {
+        walk(SoftmaxWalk::row_gradient);
+        walk(SoftmaxWalk::key_gradient);
+      }
+      sum(gradients.diag_r, true);
+      sum(gradients.diag_p, false);
+      m_call.join_gradients();
+    }
     find_largest_rows();
     Call::use_window(args(), false);
     if (args().plan.segments > 1) {
@@ -164,32 +178,65 @@ class EmulatedPass {
     }
   }
 
-  void walk(Walk kind, bool transposed) {
-    using Team = LinAttn::detail::DeviceTeam<Member>;
-    for (int worker = 0; worker < args().plan.workers; ++worker) {
-      std::byte* const memory =
-          args().worker_memory + static_cast<std::size_t>(worker) * args().plan.tile_bytes;
+  using Team = LinAttn::detail::DeviceTeam<Member>;
+
+  /// body(team, worker, arena over memory that is all zero) for the threads of each worker.
+  template <class Body>
+  void on_teams(const Plan& plan, std::byte* worker_memory, const Body& body) {
+    for (int worker = 0; worker < plan.workers; ++worker) {
+      std::byte* const memory = worker_memory + static_cast<std::size_t>(worker) * plan.tile_bytes;
       std::barrier<> meeting(m_team_size);
       std::vector<std::thread> threads;
       for (int rank = 0; rank < m_team_size; ++rank)
         threads.emplace_back([&, rank] {
           const Member member{rank, m_team_size, &meeting};
           const Team team{member};
-          LinAttn::detail::for_each(team, static_cast<int>(args().plan.tile_bytes / sizeof(int)),
+          LinAttn::detail::for_each(team, static_cast<int>(plan.tile_bytes / sizeof(int)),
                                     [&](int i) { reinterpret_cast<int*>(memory)[i] = 0; });
           team.barrier();
-          LinAttn::detail::ArenaCursor arena(memory);
-          const LinAttn::detail::Tiles<A> tiles(arena, args(), kind, transposed, scaled,
-                                                 RowNormFeatureMap<KeyMap>);
-          if (tiles.one && rank == 0) *tiles.one = A(1);
-          team.barrier();
-          LinAttn::detail::Walker<Team, A, QueryMap, KeyMap> walker(team, args(), tiles,
-                                                                    transposed);
-          for (std::int64_t task = worker; task < args().tasks; task += args().plan.workers)
-            walker.run(kind, task);
+          body(team, worker, LinAttn::detail::ArenaCursor(memory));
         });
       for (std::thread& thread : threads) thread.join();
     }
+  }
+
+  void walk(Walk kind, bool transposed) {
+    on_teams(args().plan, args().worker_memory, [&](const Team& team, int worker, auto arena) {
+      const LinAttn::detail::Tiles<A> tiles(arena, args(), kind, transposed, scaled,
+                                             RowNormFeatureMap<KeyMap>);
+      if (tiles.one && team.rank() == 0) *tiles.one = A(1);
+      team.barrier();
+      LinAttn::detail::Walker<Team, A, QueryMap, KeyMap> walker(team, args(), tiles, transposed);
+      for (std::int64_t task = worker; task < args().tasks; task += args().plan.workers)
+        walker.run(kind, task);
+    });
+  }
+
+  /// The walks of exact attention inside blocks.
+  void walk(LinAttn::detail::SoftmaxWalk kind) {
+    const auto& local = m_call.local().arguments();
+    on_teams(local.plan, local.worker_memory, [&](const Team& team, int worker, auto arena) {
+      const LinAttn::detail::SoftmaxTiles<A> tiles(arena, local, kind);
+      LinAttn::detail::SoftmaxWalker<Team, A> walker(team, local, tiles);
+      for (std::int64_t task = worker; task < local.tasks; task += local.plan.workers)
+        walker.run(kind, task);
+    });
+  }
+  void sum(const TensorRef<double, 2, ExecSpace>& gradient, bool of_r) {
+    const auto& local = m_call.local().arguments();
+    if (!gradient.present()) return;
+    const LinAttn::detail::SumColumnParts<ExecSpace> kernel{
+        of_r ? local.r_parts : local.p_parts,
+        of_r && local.combine == Combine::ratio ? local.p_parts : nullptr,
+        gradient.data(),
+        gradient.stride(0),
+        gradient.stride(1),
+        local.sequences,
+        local.kv_heads,
+        local.plan.segments,
+        local.group,
+        local.dv};
+    for (std::int64_t i = 0; i < gradient.extent(0) * gradient.extent(1); ++i) kernel(i);
   }
 
   std::int64_t units() { return args().sequences * args().kv_heads; }
@@ -406,6 +453,47 @@ TEST(DeviceTeamsOfAffine, LargestNormsAndRecords) {
         EXPECT_EQ(records[head].ratio, least);
       }
     }
+}
+
+// Blocks of one tile and of several, ragged, with masks and members, joined to the linear branch.
+TEST(DeviceTeamsOfLlnDiag, AgreeWithTheReference) {
+  for (const bool causal : {false, true})
+    for (const Combine combine : {Combine::average, Combine::scale, Combine::ratio})
+      for (const std::int64_t block : {7, 12, 25}) {
+        const Options options{.causal = causal, .chunk = 12};
+        const auto check = [&](const Case& c, const Case& for_reference) {
+          SCOPED_TRACE(describe(c.problem, options) + " block=" + std::to_string(block));
+          const auto alone = by_emulated_teams<float, LlnDiag>(c, options, 1);
+          EXPECT_TRUE((agrees<float, LlnDiag>(
+              c, alone, expected_of<float, LlnDiag>(for_reference, options), options.chunk)));
+          EXPECT_TRUE(same_bits(by_emulated_teams<float, LlnDiag>(c, options, 3), alone));
+        };
+        const std::int64_t nq = causal ? 31 : 40;
+        Case c = random_case<float, LlnDiag>({2, 4, 2, nq, 40, 5, 7}, options);
+        Random random(seed() + 5);
+        c.diag = {.block = block, .combine = combine};
+        if (combine != Combine::average) c.diag.diag_r = random.uniforms(28, -1, 1);
+        if (combine == Combine::scale) c.diag.diag_p = random.uniforms(28, -1, 1);
+        round_to<float>(c.diag.diag_r);
+        round_to<float>(c.diag.diag_p);
+        check(c, c);
+        Case masked = c;
+        for (int n = 0; n < 80; ++n)
+          masked.key_mask.push_back(static_cast<std::uint8_t>(n % 4 != 1 && n / 12 != 1));
+        Case poisoned = masked;
+        for (std::size_t n = 0; n < 160; ++n) {
+          if (masked.key_mask[n / 80 * 40 + n % 40] != 0) continue;
+          std::fill_n(poisoned.k.begin() + static_cast<std::ptrdiff_t>(5 * n), 5,
+                      std::numeric_limits<double>::quiet_NaN());
+          std::fill_n(poisoned.v.begin() + static_cast<std::ptrdiff_t>(7 * n), 7,
+                      std::numeric_limits<double>::quiet_NaN());
+        }
+        check(poisoned, masked);
+        Case packed = random_case<float, LlnDiag>({1, 4, 2, 40, 40, 5, 7}, options);
+        packed.diag = c.diag;
+        pack(packed, {9, 0, 31}, {9, 0, 31});
+        check(packed, packed);
+      }
 }
 
 // More threads than rows, columns or features.

@@ -152,10 +152,10 @@ class PlacedTensor {
   /// Read by the library only.
   TensorRef<const T, Rank, ExecSpace> input() const { return ref<const T>(); }
 
-  /// A rank-1 tensor as a View.
+  /// As a View of strides.
   auto view() const {
-    static_assert(Rank == 1);
-    return Kokkos::View<const T*, Kokkos::LayoutStride, typename ExecSpace::memory_space,
+    using Data = typename detail::Pointer<const T, Rank>::type;
+    return Kokkos::View<Data, Kokkos::LayoutStride, typename ExecSpace::memory_space,
                         Kokkos::MemoryTraits<Kokkos::Unmanaged>>(m_device.data() + m_begin,
                                                                  strided_layout());
   }

@@ -5,6 +5,7 @@
 #include <linattn/engine/arguments.hpp>
 #include <linattn/engine/scan.hpp>
 #include <linattn/engine/walker.hpp>
+#include <linattn/launch.hpp>
 #include <linattn/variant.hpp>
 #include <linattn/workspace.hpp>
 #include <limits>
@@ -14,37 +15,6 @@
 /// From the arguments of a public call to kernels: checks, plan, workspace, launches.
 
 namespace LinAttn::detail {
-
-/// A region of the profiling tools that ends with the scope.
-class Region {
- public:
-  explicit Region(const char* label) { Kokkos::Profiling::pushRegion(label); }
-  ~Region() { Kokkos::Profiling::popRegion(); }
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
-};
-
-/// Kernels travel as launch arguments: the constant memory that large functors take otherwise would make a
-/// launch wait for the previous one.
-template <class Policy, class Kernel>
-void launch(const char* label, const Policy& policy, const Kernel& kernel) {
-  static_assert(sizeof(Kernel) < 4000, "launch arguments of a device are limited");
-  Kokkos::parallel_for(label, light_weight(policy), kernel);
-}
-
-/// kernel(worker) for each worker on the host: plain ranges, which touch nothing that threads of the caller
-/// share; one team for each worker on a device.
-template <class ExecSpace, class Kernel>
-void launch_workers(const ExecSpace& exec, const char* label, int workers, const Plan& plan, const Kernel& kernel) {
-  if constexpr (is_host_space_v<ExecSpace>) {
-    launch(label, Kokkos::RangePolicy<ExecSpace, Kokkos::IndexType<int>>(exec, 0, workers), kernel);
-  } else {
-    Kokkos::TeamPolicy<ExecSpace> policy(exec, workers, plan.team_size);
-    if (plan.tiles_in_scratch)
-      policy.set_scratch_size(0, Kokkos::PerTeam(static_cast<int>(plan.tile_bytes)));
-    launch(label, policy, kernel);
-  }
-}
 
 /// Workers walking all tasks of one kind. On the host a worker is an index, on a device a team.
 template <class ExecSpace, Walk Kind, class A, class QueryMap, class KeyMap>
@@ -85,53 +55,6 @@ struct WalkKernel {
 };
 
 // ---- checks of what the caller gave -----------------------------------------------------------
-
-/// A tensor with elements has an address.
-template <class Tensor>
-void require_memory(const char* name, const Tensor& tensor) {
-  bool empty = false;
-  for (int r = 0; r < Tensor::rank; ++r) empty = empty || tensor.extent(r) == 0;
-  if (!empty && tensor.data() == nullptr)
-    throw InvalidArgument(message("LinAttn: ", name, " ", tensor.shape(), " has no memory behind it"));
-}
-
-template <class ExecSpace>
-void require_size(const Workspace<ExecSpace>& workspace, std::size_t needed, const std::string& what) {
-  if (workspace.size() < needed)
-    throw InvalidArgument(
-        message("LinAttn: the workspace needs ", needed, " bytes for ", what, ", found ", workspace.size()));
-}
-
-template <class ExecSpace>
-void require_memory(const Workspace<ExecSpace>& workspace) {
-  if (workspace.data() == nullptr)
-    throw InvalidArgument(message("LinAttn: the workspace of ", workspace.size(), " bytes has no memory behind it"));
-}
-
-template <class Tensor>
-void require_shape(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
-  std::string shape = "(";
-  bool same = tensor.present();
-  for (int r = 0; r < Tensor::rank; ++r) {
-    shape += (r ? ", " : "") + std::to_string(expected[r]);
-    same = same && tensor.extent(r) == expected[r];
-  }
-  if (!same)
-    throw InvalidArgument(message("LinAttn: ", name, " must have shape ", shape, "), found ",
-                                  tensor.present() ? tensor.shape() : std::string("nothing")));
-  require_memory(name, tensor);
-}
-
-template <class Tensor>
-void require_output(const char* name, const Tensor& tensor, const std::array<std::int64_t, Tensor::rank>& expected) {
-  require_shape(name, tensor, expected);
-  for (int r = 0; r < Tensor::rank; ++r)
-    if (tensor.extent(r) == 0) return;  // strides of a View without elements mean nothing
-  for (int r = 0; r < Tensor::rank; ++r)
-    if (tensor.extent(r) > 1 && tensor.stride(r) == 0)
-      throw InvalidArgument(message("LinAttn: ", name, " is written and cannot be a broadcast View ",
-                                    "(stride 0 in dimension ", r, " of ", tensor.shape(), ")"));
-}
 
 /// Checks the offsets of packed sequences and enters them into the problem.
 inline void read_offsets(const SequenceOffsets& q, const SequenceOffsets& k, Problem& problem) {
@@ -282,16 +205,6 @@ bool is_clamp(SmallNormaliser policy, double least, bool normalise) {
   return true;
 }
 
-template <class ExecSpace>
-MachineTraits machine_of(const ExecSpace& exec) {
-  MachineTraits machine;
-  machine.host = is_host_space_v<ExecSpace>;
-  machine.concurrency = concurrency(exec);
-  if (!machine.host)
-    machine.scratch_bytes = static_cast<std::size_t>(Kokkos::TeamPolicy<ExecSpace>::scratch_size_max(0));
-  return machine;
-}
-
 /// One call of one pass: everything between the public function and the kernels, for sums of type A and
 /// any storage that is summed in it.
 template <class A, class ExecSpace, Variant V>
@@ -332,6 +245,7 @@ class Call {
     m_args.host = is_host_space_v<ExecSpace>;
     m_args.q.storage = storage;
     enter_constant(variant);
+    if constexpr (has_local_term_v<V>) require_joinable(options);
     enter_dropout(options.dropout);
     enter_normaliser(options);
     PlanRequest request;
@@ -366,21 +280,32 @@ class Call {
   }
 
   const Plan& plan() const { return m_args.plan; }
+  const Problem& problem() const { return m_problem; }
   Args& arguments() { return m_args; }
 
   std::size_t workspace_bytes() {
+    return workspace_bytes([](ArenaCursor&) {});
+  }
+  void use_workspace(const Workspace<ExecSpace>& workspace) {
+    use_workspace(workspace, [](ArenaCursor&) {});
+  }
+  /// The same with what more(arena) takes.
+  template <class More>
+  std::size_t workspace_bytes(const More& more) {
     ArenaCursor counter;
     place(counter);
+    more(counter);
     return counter.required();
   }
-
-  void use_workspace(const Workspace<ExecSpace>& workspace) {
-    const std::size_t needed = workspace_bytes();
+  template <class More>
+  void use_workspace(const Workspace<ExecSpace>& workspace, const More& more) {
+    const std::size_t needed = workspace_bytes(more);
     require_size(workspace, needed, m_problem.to_string());
     if (needed == 0) return;
     require_memory(workspace);
     ArenaCursor arena(workspace.data());
     place(arena);
+    more(arena);
   }
 
   /// Enters what the caller gave, checked, into the arguments.
@@ -390,6 +315,9 @@ class Call {
   void enter_state(const char* name, const StateRef& state, Caller& caller, bool with_count) {
     bind_state(name, state, m_args.sequences, m_args.kv_heads, m_args.features, m_args.dv,
                {scaled, has_constant, has_constant && with_count}, caller);
+    if (caller.present && has_local_term_v<V>)
+      throw InvalidArgument(message("LinAttn: states of ", V::name, " would need the keys of the open block and are not "
+                                    "supported, found: ", name));
     if (caller.present && m_args.center_v)
       throw InvalidArgument(message("LinAttn: center_v is not for calls with states, found: ", name));
     if (caller.present && m_args.clamp) require_counts(name);
@@ -512,6 +440,19 @@ class Call {
     m_args.center_v = options.center_v;
     if (options.center_v && !m_args.normalise)
       throw InvalidArgument("LinAttn: center_v needs normalised rows: only weighted means move with their values");
+  }
+
+  /// What a linear attention is asked for where another branch joins it.
+  void require_joinable(const Options& options) const {
+    static_assert(!mixes_entries_v<QueryMap> && !mixes_entries_v<KeyMap> && !has_constant,
+                  "LinAttn: a local term joins elementwise or scaled maps without a constant");
+    const auto refuse = [](const char* what) {
+      throw InvalidArgument(message("LinAttn: ", V::name, " is normalised and has no ", what));
+    };
+    if (!m_args.normalise) refuse("form without normalisation");
+    if (options.dropout.p > 0) refuse("dropout");
+    if (options.center_v) refuse("center_v");
+    if (options.small_normaliser == SmallNormaliser::clamp) refuse("small_normaliser clamp");
   }
 
   /// All of a forward pass but what follows from it.

@@ -304,6 +304,9 @@ class StepCall {
       : m_exec(exec),
         m_problem(problem),
         m_args{.query_map = resolved(variant, problem).query_map(), .key_map = resolved(variant, problem).key_map()} {
+    if constexpr (has_local_term_v<V>)
+      throw InvalidArgument(message("LinAttn: a step of ", V::name, " would need the keys of the open block and is not "
+                                    "supported"));
     if (problem.packed() || problem.nq != 1 || problem.nk != 1)
       throw InvalidArgument(message("LinAttn: a step takes one query and one key of every sequence, found ",
                                     problem.to_string()));

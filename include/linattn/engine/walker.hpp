@@ -322,7 +322,7 @@ class Walker {
     return {staging, ld, 1};
   }
 
-  /// Rows of a tile to the caller, zeros where not counts(row).
+  /// Rows of a tile to the caller, zeros where not counts(row). Joined gradients add to what is there.
   template <class Counts>
   LINATTN_OUTLINE KOKKOS_FUNCTION void put(const A* tile, std::int64_t ld, const StoredTensor<A>& t,
                                            std::int64_t head, std::int64_t begin, int rows, int first_column,
@@ -331,6 +331,15 @@ class Walker {
       S* to = t.template row<S>(m_sequence.batch, head, begin) + first_column * t.element_stride;
       const std::int64_t row = t.row_stride;
       with_stride<Team>(t.element_stride, [&](auto element) {
+        if (m_args.joined)
+          return for_each_in_counted_rows(
+              m_team, rows, columns, counts,
+              [=](int r) {
+                const A* x = tile + r * ld;
+                S* here = to + r * row;
+                return [=](int j) { here[j * element] = static_cast<S>(static_cast<A>(here[j * element]) + x[j]); };
+              },
+              [](int) { return [](int) {}; });
         for_each_in_counted_rows(
             m_team, rows, columns, counts,
             [=](int r) {
@@ -361,7 +370,7 @@ class Walker {
           prefetch_rows(m_args.o, head, at, keys.rows, m_first_value, m_dv, true);
         } else {
           prefetch_rows(m_args.d_o, head, at, keys.rows, m_first_value, m_dv, false);
-          if (wants_row_terms()) prefetch_rows(m_args.o, head, at, keys.rows, m_first_value, m_dv, false);
+          if (wants_row_terms() && !m_args.row_dots) prefetch_rows(m_args.o, head, at, keys.rows, m_first_value, m_dv, false);
           if (m_walk == Walk::query_gradient)
             prefetch_rows(m_args.d_q, head, at, keys.rows, m_first_feature, m_features, true);
         }
@@ -1303,11 +1312,14 @@ class Walker {
     const int ld = m_tiles.ldv;
     const Rows<A> d_o = fetch(m_args.d_o, head, begin + first, count, m_first_value, m_dv,
                               [=](int r) { return counts(first + r); });
+    const ColumnFactors::Row factors = m_args.output_factors.row(head);
+    const A uniform = m_args.joined && !factors.data ? static_cast<A>(factors.value) : A(1);
     with_stride<Team>(d_o.element, [&](auto element) {
       for_each_in_counted_rows(
           m_team, rows.rows, m_dv, counts,
           [=](int i) {
-            const Quotient scale = normalise ? Quotient(row_scale[i]) : Quotient(row_scale[i], A(1));
+            Quotient scale = normalise ? Quotient(row_scale[i]) : Quotient(row_scale[i], A(1));
+            scale.first *= uniform;
             const A* from = d_o.data + (i - first) * d_o.row;
             A* to = cotangents + i * ld;
             return [=](int j) { to[j] = scale(from[j * element]); };
@@ -1315,6 +1327,22 @@ class Walker {
           [=](int i) { return [=](int j) { cotangents[i * ld + j] = A(0); }; });
     });
     m_team.barrier();
+    if (m_args.joined && factors.data) {
+      const int first_value = m_first_value;
+      for_each_in_rows(m_team, rows.rows, m_dv, [=](int i) {
+        A* x = cotangents + i * ld;
+        return [=](int j) { x[j] *= static_cast<A>(factors[first_value + j]); };
+      });
+      m_team.barrier();
+    }
+    if (m_args.row_dots) {
+      if (!wants_row_terms()) return;
+      for_each(m_team, rows.rows, [&](int i) {
+        if (counts(i)) row_terms[i] = -Quotient(row_scale[i])(*m_args.row_dots.row(m_sequence.batch, head, begin + i));
+      });
+      m_team.barrier();
+      return;
+    }
     const bool noisy = m_args.has_noise();
     const Noise noise = noisy ? make_noise(head, begin + first, count) : Noise{};
     // e from the rows that the noise has multiplied and dO before it, or from centred rows and dO after it
@@ -1418,7 +1446,7 @@ class Walker {
     Target<A> target{.c = m_tiles.out, .ldc = m_tiles.ldr};
     bool direct = false;
     if constexpr (IdentityFeatureMap<QueryMap>) {
-      direct = m_args.d_q && first == 0 && in_place(m_args.d_q, rows.rows, m_features);
+      direct = m_args.d_q && first == 0 && !m_args.joined && in_place(m_args.d_q, rows.rows, m_features);
       if (direct) {
         target.c = m_args.d_q.template row<A>(m_sequence.batch, head, begin) + m_first_feature;
         target.ldc = m_args.d_q.row_stride;
@@ -1520,7 +1548,7 @@ class Walker {
     m_key_target = {.c = m_tiles.out, .ldc = m_tiles.ldr};
     m_value_target = {.c = m_tiles.value_gradients, .ldc = m_tiles.ldv};
     m_keys_direct = m_values_direct = false;
-    if (!Team::on_host || m_args.group > 1 || !all_visible(keys)) return;
+    if (!Team::on_host || m_args.group > 1 || m_args.joined || !all_visible(keys)) return;
     if constexpr (IdentityFeatureMap<KeyMap>) {
       if (m_args.d_k && in_place(m_args.d_k, keys.rows, m_features)) {
         m_keys_direct = true;
@@ -1692,7 +1720,8 @@ class Walker {
       }
       if (d_t) {
         // rows side by side are written at once; everything else goes through the tile
-        const bool direct = Team::on_host && d_t.storage == Storage::native && d_t.element_stride == 1;
+        const bool direct =
+            Team::on_host && d_t.storage == Storage::native && d_t.element_stride == 1 && !m_args.joined;
         A* to = direct ? d_t.template row<A>(m_sequence.batch, head, begin) + m_first_feature : df;
         const std::int64_t row = direct ? d_t.row_stride : ld;
         with_stride<Team>(x.element, [&](auto element) {
