@@ -162,3 +162,17 @@ macro(linattn_find_kokkos)
   endif()
   message(STATUS "LinAttn: Kokkos ${LINATTN_KOKKOS_VERSION} (${LINATTN_KOKKOS_DEVICES}) from ${LINATTN_KOKKOS_ORIGIN}")
 endmacro()
+
+# Kokkos Kernels for the Kokkos in use: the one of the enclosing project, or of the same version beside Kokkos or where
+# KokkosKernels_DIR says. Optional; Kokkos_DIR is cached by now, so that its config file loads no other Kokkos.
+macro(linattn_find_kokkos_kernels)
+  if(NOT TARGET Kokkos::kokkoskernels AND Kokkos_DIR)
+    find_package(KokkosKernels "${LINATTN_KOKKOS_VERSION}" EXACT QUIET CONFIG GLOBAL
+      PATHS "${Kokkos_DIR}/../KokkosKernels" NO_DEFAULT_PATH)
+  endif()
+  if(TARGET Kokkos::kokkoskernels)
+    message(STATUS "LinAttn: Kokkos Kernels from ${KokkosKernels_DIR}")
+  else()
+    message(STATUS "LinAttn: without Kokkos Kernels")
+  endif()
+endmacro()

@@ -29,7 +29,7 @@ struct Layer {
 const std::vector<Layer>& layers() {
   const std::set<std::string> base{"rules", "base"};
   const std::set<std::string> parts{"rules", "base", "parts"};
-  const std::set<std::string> core{"rules", "base", "parts", "engine", "variants", "face"};
+  const std::set<std::string> core{"rules", "base", "parts", "engine", "local softmax", "variants", "face"};
   const std::set<std::string> any{"rules",    "base", "parts",     "engine", "local softmax",
                                   "variants", "face", "reference", "io",     "analysis",
                                   "lavo",     "mpi",  "programs"};
@@ -39,7 +39,7 @@ const std::vector<Layer>& layers() {
        base},
       {"parts",
        std::regex(
-           "include/linattn/(call|plan|team|tile|tile_product|tile_tensor_core|state|mask|noise|dropout|normaliser|feature_map|variant)\\.hpp"),
+           "include/linattn/(call|plan|rows|launch|team|tile|tile_product|tile_tensor_core|state|mask|noise|dropout|normaliser|feature_map|block_diagonal|variant)\\.hpp"),
        parts},
       {"engine", std::regex("include/linattn/engine/.*"), {"rules", "base", "parts", "engine"}},
       {"local softmax",
@@ -48,7 +48,7 @@ const std::vector<Layer>& layers() {
       {"variants",
        std::regex("include/linattn/(affine\\.hpp|variants(\\.hpp|/.*))"),
        {"rules", "base", "parts", "local softmax", "variants"}},
-      {"face", std::regex("include/linattn/(attention|instantiations|linattn)\\.hpp"), core},
+      {"face", std::regex("include/linattn/(attention|joined|instantiations|linattn)\\.hpp"), core},
       {"face", std::regex("src/engine/.*"), core},
       {"reference", std::regex("include/linattn/reference/.*"), {"rules", "reference"}},
       {"io", std::regex("(include/linattn|src)/io/.*"), {"rules", "base", "io"}},
