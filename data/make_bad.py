@@ -257,6 +257,39 @@ def _(c):
     c.data["inputs/q"][1, 2, 1] = (-1.0 + 2.0**-30, 0.0)
 
 
+def lln(name, word, what, variant="lln-diag", square=True, **attributes):
+    """A defect of LLN or LLN+Diag, of 5 queries and 5 keys if square."""
+
+    @defect(name, word, what)
+    def _(c):
+        c.root["variant"] = variant
+        c.config.update(attributes)
+        if square:
+            c.data["inputs/q"], c.data["cotangent/o"] = ramp(B, H, NK, D), ramp(B, H, NK, DV)
+
+
+RATES = {"alpha": 1.0, "beta": 1.0}
+lln("lln_diag_block_0", "block", "block = 0", block=0, **RATES)
+lln("lln_diag_combine_unknown", "average, scale, ratio", "combine = sum", combine="sum", **RATES)
+lln(
+    "lln_diag_full_cross",
+    "Nq = Nk",
+    "blocks without a causal mask for 3 queries and 5 keys",
+    square=False,
+    **RATES,
+)
+lln("moments_with_alpha", "moments", "moments beside alpha", "lln", moments="authors", alpha=1.0)
+lln("moments_unknown", "moments", "moments = writers", "lln", moments="writers")
+lln("moments_causal", "causal", "moments of a causal call", "lln", moments="authors", causal=1)
+
+
+@defect("lln_diag_r_extents", "/inputs/diag_r", "/inputs/diag_r is (Hkv, Dv)")
+def _(c):
+    c.root["variant"] = "lln-diag"
+    c.config.update(combine="scale", causal=1, **RATES)
+    c.data["inputs/diag_r"] = ramp(HKV, DV)
+
+
 def generate(folder):
     os.makedirs(folder, exist_ok=True)
     lines = []

@@ -29,6 +29,15 @@ and after: y_i = o_i n_i, so that g_i n_i takes the place of g_i, and then
 
 where A_ij = g_i . v_j / s_i in a row whose sum s_i was replaced (clamp) or does not divide.
 
+LLN+Diag adds the softmax A of a block, o_i = r o_lln,i + p sum_j A_ij v_j, whose part of the
+gradients is, with h = p g,
+
+    X_ij = A_ij (h_i . v_j - sum_l A_il h_i . v_l) / sqrt(D),   dL/dq_i = sum_j X_ij k_j,
+    dL/dk_j = sum_i X_ij q_i,   dL/dv_j = sum_i A_ij h_i,   dL/dr = sum g o_lln,  dL/dp = sum g o_diag.
+
+Where alpha and beta come from the moments of q and k they are constants to all gradients. Entropies,
+spectral gaps and variances are those of the matrices W_ij / s_i.
+
 Before a file is written, this script itself checks
   1. the output against plain scalar loops over the definition (small cases),
   2. every gradient against central finite differences of the output, below FD_LIMIT,
@@ -36,7 +45,7 @@ Before a file is written, this script itself checks
      never asks an implementation for digits which the problem does not have.
 The stored values come from NumPy's extended precision (x86: 64-bit significand) rounded once.
 
-    make_fixtures.py            writes fixtures/*.h5 and fixtures/extended/*.h5 beside this script
+    make_fixtures.py            writes fixtures/*.h5 and its folders' beside this script
     make_fixtures.py --check    regenerates into a temporary folder, compares, exits 1 if one differs
 """
 
@@ -71,6 +80,7 @@ RTOL_F32 = 2e-5
 COMPRESS_FROM = 800
 SIGNIFICANT_BITS = 13
 WIDE = np.longdouble
+EXPONENTIAL = ("lln", "lln-diag")
 LN2 = WIDE("0.693147180559945309417232121458176568")
 PI = WIDE("3.14159265358979323846264338327950288")
 
@@ -107,6 +117,19 @@ class Case:
     dropout_p: float = None
     seed: int = None
     offset: int = None
+    # LLN+Diag.
+    block: int = None
+    combine: str = None
+    diag_r: np.ndarray = None
+    diag_p: np.ndarray = None
+    # The rule that gives alpha and beta, which are then in this case but not in the file, and its
+    # results.
+    moments: str = None
+    moments_scope: str = None
+    expected_moments: dict = None
+    # Whether the file has the diagnostics of its matrices; and known values of some of them.
+    diagnostics: bool = False
+    known: dict = dataclasses.field(default_factory=dict)
     # Rows (B,H,Nq) whose sum of weights is exactly 0. Finite differences hold it there.
     held: np.ndarray = None
     # Entries that finite differences leave alone: kinks, and rows at which the output jumps.
@@ -130,8 +153,10 @@ class Case:
     def parameters(self):
         """The arrays that carry a gradient, by their name in /expected_grad."""
         found = {"q": self.q, "k": self.k, "v": self.v}
-        if self.variant == "lln":
+        if self.variant in EXPONENTIAL and self.moments is None:
             found.update(alpha=np.asarray(self.alpha), beta=np.asarray(self.beta))
+        factors = {"diag_r": self.diag_r, "diag_p": self.diag_p}
+        found.update((n, x) for n, x in factors.items() if x is not None)
         if self.variant == "affine":
             found.update((n, np.asarray(affine_setting(self, n))) for n in ("a", "b", "scale"))
         if self.state is not None:
@@ -274,6 +299,58 @@ class Head:
         return grad
 
 
+class SoftmaxHead:
+    """One query head of exact attention among the visible pairs: output and pullback."""
+
+    def __init__(self, q, k, v, visible, scale):
+        self.q, self.k, self.v, self.scale = q, k, v, scale
+        x = np.where(visible, scale * np.einsum("id,jd->ij", q, k), -np.inf)
+        top = x.max(axis=1, keepdims=True, initial=-np.inf)
+        weight = np.exp(x - np.where(np.isfinite(top), top, 0))
+        total = weight.sum(axis=1, keepdims=True)
+        self.a = weight / np.where(total == 0, 1, total)
+        self.o = np.einsum("ij,je->ie", self.a, v)
+
+    def pullback(self, g):
+        to_a = np.einsum("ie,je->ij", g, self.v)
+        to_x = self.a * (to_a - (self.a * to_a).sum(axis=1, keepdims=True))
+        return {
+            "q": self.scale * np.einsum("ij,jd->id", to_x, self.k),
+            "k": self.scale * np.einsum("ij,id->jd", to_x, self.q),
+            "v": np.einsum("ij,ie->je", self.a, g),
+        }
+
+
+def factors_of(case, h, dtype):
+    """r and p of LLN+Diag for a query head."""
+    half = np.full(case.v.shape[3], 0.5, dtype)
+    r = half if case.diag_r is None else case.diag_r[h].astype(dtype)
+    p = half if case.diag_p is None else case.diag_p[h].astype(dtype)
+    return r, (1 - r if case.combine == "ratio" else p)
+
+
+class CombinedHead:
+    """One query head of LLN+Diag: lln and the softmax of blocks."""
+
+    def __init__(self, case, q, k, v, visible, in_block, alpha, beta, h):
+        self.case = case
+        self.r, self.p = factors_of(case, h, q.dtype.type)
+        lln = dataclasses.replace(case, variant="lln")
+        self.linear = Head(lln, q, k, v, visible, alpha, beta, None)
+        scale = 1 / np.sqrt(q.dtype.type(q.shape[1]))
+        self.blocks = SoftmaxHead(q, k, v, visible & in_block, scale)
+        self.o = self.r * self.linear.o + self.p * self.blocks.o
+
+    def pullback(self, g):
+        grad, more = self.linear.pullback(self.r * g), self.blocks.pullback(self.p * g)
+        for name, x in more.items():
+            grad[name] = grad[name] + x
+        less = self.blocks.o if self.case.combine == "ratio" else 0
+        grad["diag_r"] = (g * (self.linear.o - less)).sum(axis=0)
+        grad["diag_p"] = (g * self.blocks.o).sum(axis=0)
+        return grad
+
+
 def final_shift(case):
     """Base-2 exponents of the final lln state: the smallest integers above all its terms."""
     shift = np.array(case.state["shift"], np.float64)
@@ -297,13 +374,16 @@ def evaluate(case, dtype, backward=True, shift_out=None):
     batch, heads, _, d = q.shape
     kv_heads, dv = k.shape[1], v.shape[3]
     alpha = beta = None
-    if case.variant == "lln":
+    if case.variant in EXPONENTIAL:
         alpha = np.broadcast_to(np.asarray(case.alpha).astype(dtype), (heads,))
         beta = np.broadcast_to(np.asarray(case.beta).astype(dtype), (kv_heads,))
     out = {"o": np.zeros(q.shape[:3] + (dv,), dtype)}
     grad = {"q": np.zeros_like(q), "k": np.zeros_like(k), "v": np.zeros_like(v)}
-    if case.variant == "lln":
+    if case.variant in EXPONENTIAL:
         grad["alpha"], grad["beta"] = np.zeros(heads, dtype), np.zeros(kv_heads, dtype)
+    factors = [n for n in ("diag_r", "diag_p") if getattr(case, n) is not None]
+    grad.update((n, np.zeros((heads, dv), dtype)) for n in factors)
+    block = d if case.block is None else case.block
     if case.state is not None:
         out["state/S"], out["state/z"] = (case.state[n].astype(dtype) for n in "Sz")
         grad["state/S"], grad["state/z"] = (np.zeros_like(out["state/" + n]) for n in "Sz")
@@ -315,23 +395,23 @@ def evaluate(case, dtype, backward=True, shift_out=None):
             seen = seen[case.key_mask[b, keys] != 0]
         at = keys.start + seen
         visible = np.ones((nq, len(seen)), bool)
+        position = np.arange(nq)[:, None] + (nk - nq)
         if case.causal:
-            visible = seen[None, :] <= np.arange(nq)[:, None] + (nk - nq)
+            visible = seen[None, :] <= position
         for h in range(heads):
             source = h // (heads // kv_heads)
             state = None
             if case.state is not None:
                 state = {n: x[m, source].astype(dtype) for n, x in case.state.items()}
-            head = Head(
-                case,
-                q[b, h, rows],
-                k[b, source, at],
-                v[b, source, at],
-                visible,
-                None if alpha is None else alpha[h],
-                None if beta is None else beta[source],
-                state,
-            )
+            parts = q[b, h, rows], k[b, source, at], v[b, source, at]
+            rates = (None, None) if alpha is None else (alpha[h], beta[source])
+            if case.variant == "lln-diag":
+                in_block = seen[None, :] // block == position // block
+                head = CombinedHead(case, *parts, visible, in_block, *rates, h)
+            elif case.variant == "softmax":
+                head = SoftmaxHead(*parts, visible, softmax_scale(case, dtype))
+            else:
+                head = Head(case, *parts, visible, *rates, state)
             out["o"][b, h, rows] = head.o
             if backward:
                 part = head.pullback(g[b, h, rows])
@@ -341,6 +421,8 @@ def evaluate(case, dtype, backward=True, shift_out=None):
                 if alpha is not None:
                     grad["alpha"][h] += part["alpha"]
                     grad["beta"][source] += part["beta"]
+                for name in factors:
+                    grad[name][h] += part[name]
                 if state is not None:
                     grad["state/S"][m, source] += part["S"]
                     grad["state/z"][m, source] += part["z"]
@@ -370,9 +452,177 @@ def evaluate(case, dtype, backward=True, shift_out=None):
                 if beta is not None:
                     grad["beta"][h] += (ks * phi * to_phi).sum()
     for name in ("alpha", "beta"):
-        if name in grad and np.ndim(getattr(case, name)) == 0:
+        if name in grad and case.moments is not None:
+            del grad[name]
+        elif name in grad and np.ndim(getattr(case, name)) == 0:
             grad[name] = grad[name].sum()
     return out, (grad if backward else None)
+
+
+def softmax_scale(case, dtype):
+    return 1 / np.sqrt(dtype(case.q.shape[3])) if case.scale is None else dtype(case.scale)
+
+
+# --------------------------------------------------------------------------------------------------
+# Moments and diagnostics
+
+AUTHORS_SLOPE, AUTHORS_INTERCEPT = 0.14855178144710912, -0.35487039130661086
+
+
+def deviation(x):
+    """Standard deviation of all entries, divisor n - 1."""
+    x = np.asarray(x).astype(WIDE).ravel()
+    return np.sqrt(((x - x.mean()) ** 2).sum() / (x.size - 1))
+
+
+def with_moments(case, scope=None):
+    """Gives the case the alpha and beta of the authors' rule for its q and visible k."""
+    heads, kv_heads = case.q.shape[1], case.k.shape[1]
+    seen = np.ones((case.k.shape[0], case.k.shape[2]), bool)
+    if case.key_mask is not None:
+        seen = case.key_mask != 0
+    visible = [case.k[:, h][seen] for h in range(kv_heads)]
+    if scope == "head":
+        groups = case.q.reshape(case.q.shape[:1] + (kv_heads, heads // kv_heads) + case.q.shape[2:])
+        sigma_q = np.array([deviation(groups[:, h]) for h in range(kv_heads)])
+        sigma_k = np.array([deviation(x) for x in visible])
+    else:
+        sigma_q, sigma_k = deviation(case.q), deviation(np.concatenate(visible))
+    st2 = ((sigma_q * sigma_k) ** 2 - WIDE(AUTHORS_INTERCEPT)) / WIDE(AUTHORS_SLOPE)
+    assert np.all(sigma_q > 1e-3) and np.all(sigma_k > 1e-3) and np.all(st2 < 60)
+    alpha, beta = np.sqrt(st2 / 2) / sigma_q, np.sqrt(st2 / 2) / sigma_k
+    if scope == "head":
+        alpha = np.repeat(alpha, heads // kv_heads)
+    case.moments, case.moments_scope, case.alpha, case.beta = "authors", scope, alpha, beta
+    case.expected_moments = dict(sigma_q=sigma_q, sigma_k=sigma_k, alpha=alpha, beta=beta)
+    scalar_moments(case)
+    return case
+
+
+def scalar_moments(case):
+    """The deviations once more, one number at a time, and that the rule is inverted by its line."""
+    batch, heads, nq, d = case.q.shape
+    kv_heads, nk = case.k.shape[1:3]
+    count = kv_heads if case.moments_scope == "head" else 1
+    queries, keys = [[] for _ in range(count)], [[] for _ in range(count)]
+    for b in range(batch):
+        for h in range(heads):
+            group = math.floor(h / (heads / kv_heads)) if count > 1 else 0
+            queries[group] += [x for i in range(nq) for x in case.q[b, h, i].tolist()]
+        for h in range(kv_heads):
+            for j in range(nk):
+                if case.key_mask is None or case.key_mask[b, j]:
+                    keys[h if count > 1 else 0] += case.k[b, h, j].tolist()
+    found = {n: np.atleast_1d(x) for n, x in case.expected_moments.items()}
+    for n in range(count):
+        sigma = {}
+        for name, x in (("sigma_q", queries[n]), ("sigma_k", keys[n])):
+            mean = math.fsum(x) / len(x)
+            sigma[name] = math.sqrt(math.fsum((y - mean) ** 2 for y in x) / (len(x) - 1))
+            assert abs(float(found[name][n]) - sigma[name]) < 1e-14 * sigma[name], case.name
+        per_group = heads // kv_heads if count > 1 else 1
+        for h in range(n * per_group, (n + 1) * per_group):
+            a, b = float(found["alpha"][h]), float(found["beta"][n])
+            halves = (a * sigma["sigma_q"]) ** 2, (b * sigma["sigma_k"]) ** 2
+            target = AUTHORS_SLOPE * sum(halves) + AUTHORS_INTERCEPT
+            assert abs(halves[0] - halves[1]) < 1e-13 * halves[0], case.name
+            assert abs(target - (sigma["sigma_q"] * sigma["sigma_k"]) ** 2) < 1e-13, case.name
+
+
+def matrices(case):
+    """The matrix P of every batch entry and query head, without masks but the causal one."""
+    assert case.key_mask is None and case.cu_q is None and case.state is None
+    assert case.q.shape[2] == case.k.shape[2] and case.normalised()
+    q, k, v = (np.asarray(x).astype(WIDE) for x in (case.q, case.k, case.v))
+    batch, heads, n, _ = q.shape
+    visible = np.tri(n, dtype=bool) if case.causal else np.ones((n, n), bool)
+    p = np.zeros((batch, heads, n, n), WIDE)
+    for b in range(batch):
+        for h in range(heads):
+            source = h // (heads // k.shape[1])
+            parts = q[b, h], k[b, source], v[b, source], visible
+            if case.variant == "softmax":
+                p[b, h] = SoftmaxHead(*parts, softmax_scale(case, WIDE)).a
+            else:
+                rates = (None, None)
+                if case.variant == "lln":
+                    rates = (
+                        np.broadcast_to(np.asarray(x).astype(WIDE), (count,))[at]
+                        for x, count, at in (
+                            (case.alpha, heads, h),
+                            (case.beta, k.shape[1], source),
+                        )
+                    )
+                head = Head(case, *parts, *rates, None)
+                p[b, h] = head.weight * head.factor[:, None]
+    return p
+
+
+def second_eigenvalue(p):
+    """|lambda_2| of a matrix with row sums 1.
+
+    The mean of the columns taken out of every row leaves all eigenvalues but that of 1; the norms
+    of the squares of what is left, of its fourth power and so on, tell the largest.
+    """
+    a = p - p.mean(axis=0)
+    log_size = WIDE(0)  # a = exp(log_size) times what is kept
+    power = 1
+    for _ in range(60):
+        size = np.sqrt((a * a).sum())
+        if size < 1e-17 and power == 1:
+            return WIDE(0)
+        if size == 0:
+            return WIDE(0)
+        a, log_size = a / size, log_size + np.log(size)
+        a, log_size, power = a @ a, 2 * log_size, 2 * power
+    size = np.sqrt((a * a).sum())
+    if size == 0:
+        return WIDE(0)
+    return np.exp((log_size + np.log(size)) / power)
+
+
+def bits(p):
+    """Entropies of the rows in bits; 0 log 0 = 0."""
+    return -(p * np.log2(np.where(p > 0, p, 1))).sum(axis=-1)
+
+
+def diagnostics_of(case):
+    """The datasets (B, H) of /expected/diagnostics."""
+    p = matrices(case)
+    n = p.shape[2]
+    names = ["entropy", "spectral_gap", "logvar", "logvar_within"]
+    if not case.causal:
+        names += ["entropy_biased", "entropy_unbiased", "variance"]
+    found = {name: np.zeros(p.shape[:2], WIDE) for name in names}
+    for at in np.ndindex(p.shape[:2]):
+        m = p[at]
+        assert np.max(np.abs(m.sum(axis=1) - 1)) < 1e-15
+        shown = np.tri(n, dtype=bool) if case.causal else np.ones((n, n), bool)
+        assert np.all(m[shown] > 0)
+        logs = [np.log(row[see]) for row, see in zip(m, shown)]
+        everything = np.concatenate(logs)
+        entropy = bits(m).mean()
+        found["entropy"][at] = entropy
+        found["logvar"][at] = ((everything - everything.mean()) ** 2).mean()
+        found["logvar_within"][at] = np.mean([((x - x.mean()) ** 2).mean() for x in logs])
+        if case.causal:
+            # Triangular: the eigenvalues are the diagonal, the first of them 1.
+            second = max(np.diag(m)[1:])
+        else:
+            second = second_eigenvalue(m)
+            by_size = np.sort(np.abs(np.linalg.eigvals(m.astype(np.float64))))
+            assert abs(by_size[-1] - 1) < 1e-12
+            assert abs(by_size[-2] - second) < 1e-7, f"{case.name}: {by_size[-2]}, {second}"
+            columns = bits(m.mean(axis=0))
+            found["entropy_biased"][at] = np.log2(WIDE(n)) - columns
+            found["entropy_unbiased"][at] = columns - entropy
+            found["variance"][at] = ((m - m.mean()) ** 2).mean()
+        found["spectral_gap"][at] = 1 - second
+    for name, value in case.known.items():
+        error = np.max(np.abs(found[name] - value))
+        assert error < 1e-16, f"{case.name}: {name} is off its known value by {error}"
+        found[name] = np.broadcast_to(np.asarray(value, WIDE), p.shape[:2])
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -715,10 +965,59 @@ def relative_error(found, reference):
     return float(worst / size if size > 0 else worst)
 
 
+def scalar_blocks(case, scale):
+    """o of the softmax of blocks by loops over the definition, one number at a time."""
+    batch, heads, nq_all, d = case.q.shape
+    kv_heads, dv = case.k.shape[1], case.v.shape[3]
+    block = d if case.block is None else case.block
+    o = np.zeros((batch, heads, nq_all, dv))
+    for _, b, rows, keys in case.members():
+        nq, nk = rows.stop - rows.start, keys.stop - keys.start
+        for h in range(heads):
+            source = math.floor(h / (heads / kv_heads))
+            key, value = case.k[b, source, keys].tolist(), case.v[b, source, keys].tolist()
+            for i, query in enumerate(case.q[b, h, rows].tolist()):
+                position = i + nk - nq
+                found = [
+                    (scale * math.fsum(x * y for x, y in zip(query, key[j])), value[j])
+                    for j in range(nk)
+                    if math.floor(j / block) == math.floor(position / block)
+                    and (j <= position or not case.causal)
+                    and (case.key_mask is None or case.key_mask[b, keys.start + j])
+                ]
+                if not found:
+                    continue
+                top = max(x for x, _ in found)
+                weights = [math.exp(x - top) for x, _ in found]
+                for e in range(dv):
+                    top_e = math.fsum(w * row[e] for w, (_, row) in zip(weights, found))
+                    o[b, h, rows.start + i, e] = top_e / math.fsum(weights)
+    return o
+
+
+def scalar_combined(case):
+    """o of LLN+Diag from the two parts."""
+    linear = scalar_forward(dataclasses.replace(case, variant="lln"))
+    blocks = scalar_blocks(case, 1 / math.sqrt(case.q.shape[3]))
+    for h in range(case.q.shape[1]):
+        for e in range(case.v.shape[3]):
+            r = 0.5 if case.diag_r is None else float(case.diag_r[h, e])
+            p = 0.5 if case.diag_p is None else float(case.diag_p[h, e])
+            if case.combine == "ratio":
+                p = 1.0 - r
+            linear[:, h, :, e] = r * linear[:, h, :, e] + p * blocks[:, h, :, e]
+    return linear
+
+
 def scalar_forward(case):
     """o by loops over the definition, one number at a time."""
     if case.variant == "affine":
         return scalar_affine(case)
+    if case.variant == "lln-diag":
+        return scalar_combined(case)
+    if case.variant == "softmax":
+        whole = dataclasses.replace(case, block=max(case.k.shape[2], 1))
+        return scalar_blocks(whole, float(softmax_scale(case, WIDE)))
     scalar = {
         "identity": lambda x: x,
         "elu": lambda x: x + 1.0 if x > 0.0 else math.exp(x),
@@ -911,6 +1210,10 @@ def verified(case):
             worst[dtype] = max(errors.values())
     if shift_out is not None:
         out["state/shift"] = shift_out
+    if case.expected_moments is not None:
+        out.update(("moments/" + n, x) for n, x in case.expected_moments.items())
+    if case.diagnostics:
+        out.update(("diagnostics/" + n, x) for n, x in diagnostics_of(case).items())
     return out, grad, Report(scalar, fd, worst[np.float64], worst[np.float32])
 
 
@@ -996,14 +1299,19 @@ def write(case, out, grad, path):
         ):
             write_string(file, name, text, case.strings)
         # Full is the default: lln's files say so, the others leave the attribute out.
-        causal = case.causal if case.causal or case.variant == "lln" else None
+        causal = case.causal if case.causal or case.variant in EXPONENTIAL else None
         numbers = {"causal": causal, "normalise": case.normalise, "center_v": case.center_v}
         numbers = {n: int(x) for n, x in numbers.items() if x is not None}
         reals = ("scale", "alpha", "beta", "a", "b", "norm_eps", "g_min", "dropout_p")
         reals = {n: getattr(case, n) for n in reals if getattr(case, n) is not None}
+        if case.moments is not None:
+            del reals["alpha"], reals["beta"]
+        if case.block is not None:
+            numbers["block"] = case.block
         counters = {n: getattr(case, n) for n in ("seed", "offset")}
         counters = {n: x for n, x in counters.items() if x is not None}
-        choices = {n: getattr(case, n) for n in ("qk_norm", "small_g")}
+        choices = ("qk_norm", "small_g", "combine", "moments", "moments_scope")
+        choices = {n: getattr(case, n) for n in choices}
         choices = {n: x for n, x in choices.items() if x is not None}
         if numbers or reals or counters or choices:
             config = require_group(file, "config")
@@ -1031,17 +1339,25 @@ def write(case, out, grad, path):
         if case.cu_q is not None:
             put("inputs/cu_seqlens_q", case.cu_q, "<i8")
             put("inputs/cu_seqlens_k", case.cu_k, "<i8")
-        put("cotangent/o", case.g)
+        for name in ("diag_r", "diag_p"):
+            if getattr(case, name) is not None:
+                put("inputs/" + name, getattr(case, name))
+        # Of exact attention the matrix is what is expected.
+        matrix_only = case.variant == "softmax"
+        if not matrix_only:
+            put("cotangent/o", case.g)
         if case.state is not None:
             for name, data in case.state.items():
                 put("inputs/state/" + name, data)
             for name, data in case.state_g.items():
                 put("cotangent/state/" + name, data)
         for name, data in out.items():
-            put("expected/" + name, data)
+            if not (matrix_only and name == "o"):
+                put("expected/" + name, data)
         for name, data in grad.items():
-            put("expected_grad/" + name, data)
-        if case.grad_rtol_f32 != RTOL_F32:
+            if not matrix_only:
+                put("expected_grad/" + name, data)
+        if not matrix_only and case.grad_rtol_f32 != RTOL_F32:
             file["expected_grad"].attrs.create("rtol_f32", case.grad_rtol_f32, dtype="<f8")
         if case.notes_group:
             # Readers ignore groups that they do not know.
@@ -1077,6 +1393,7 @@ def draw(
     positive=False,
     stream=None,
     all_digits=False,
+    compress_from=COMPRESS_FROM,
     **options,
 ):
     """A case with Gaussian inputs; extents = (B, H, Hkv, Nq, Nk, D, Dv)."""
@@ -1093,7 +1410,7 @@ def draw(
     if options.get("storage", "<f8")[1:] == "f4":
         q, k, v, g = (x.astype(np.float32).astype(np.float64) for x in (q, k, v, g))
     special = any(options.get(n) for n in ("storage", "old_format", "chunks"))
-    compressed = sum(x.size for x in (q, k, v, g)) > COMPRESS_FROM and not special
+    compressed = sum(x.size for x in (q, k, v, g)) > compress_from and not special
     if compressed and not all_digits:
         q, k, v, g = map(rounded, (q, k, v, g))
     return Case(name, variant, description, q, k, v, g, compressed=compressed, **options)
@@ -2206,13 +2523,518 @@ def poisoned(case):
     return case
 
 
+def compact(*arguments, **options):
+    """A case whose file is small however few numbers it has."""
+    return draw(*arguments, compress_from=0, **options)
+
+
+def sound(case):
+    """The case with the first cotangent for which fp32 can be asked for the results.
+
+    A gradient that is one number, or has a few, may be small beside the terms it is the sum of.
+    """
+    for attempt in range(1, 200):
+        with np.errstate(all="ignore"):
+            out, grad = evaluate(case, WIDE)
+            low_out, low_grad = evaluate(case, np.float32)
+        # Those of few numbers with room for implementations that add in another order.
+        share = {"alpha": 0.02, "beta": 0.02}
+        fine = all(relative_error(low_out[n], x) < 0.2 * RTOL_F32 for n, x in out.items())
+        if fine and all(
+            n in case.zero
+            or relative_error(low_grad[n], x) < share.get(n, 0.2) * case.grad_rtol_f32
+            for n, x in grad.items()
+        ):
+            return case
+        g = source(f"cotangent {attempt} of {case.name}").standard_normal(case.g.shape)
+        if case.storage[1:] == "f4":
+            g = g.astype(np.float32).astype(np.float64)
+        case.g = rounded(g) if case.compressed else g
+    raise AssertionError(f"{case.name}: no cotangent is sound")
+
+
+def random_factors(case, names="rp"):
+    """Gives a case of LLN+Diag random r and p, or one of them."""
+    rng = source("factors of " + case.name)
+    extents = (case.q.shape[1], case.v.shape[3])
+    for name in names:
+        setattr(case, "diag_" + name, rng.uniform(-0.5, 1.5, extents))
+    return case
+
+
+def diag_cases():
+    yield compact(
+        "lln_diag_full_defaults_n13",
+        "lln-diag",
+        "block = D = 4 and average by default; the last block has one row",
+        (2, 2, 2, 13, 13, 4, 3),
+        alpha=1.3,
+        beta=0.9,
+    )
+    yield compact(
+        "lln_diag_causal_gqa_per_head_n34",
+        "lln-diag",
+        "block = D = 5, the last block has four rows; alpha and beta as datasets",
+        (1, 4, 2, 34, 34, 5, 3),
+        causal=True,
+        combine="average",
+        alpha=np.array([0.5, 0.9, 1.4, 1.8]),
+        beta=np.array([1.5, 0.7]),
+    )
+    yield compact(
+        "lln_diag_causal_d32_n33",
+        "lln-diag",
+        "one row more than a block of D = 32",
+        (1, 2, 1, 33, 33, 32, 1),
+        causal=True,
+        alpha=0.8,
+        beta=0.7,
+    )
+    yield compact(
+        "lln_diag_full_block16_n37",
+        "lln-diag",
+        "blocks longer than D",
+        (1, 2, 1, 37, 37, 3, 4),
+        block=16,
+        alpha=1.1,
+        beta=1.2,
+    )
+    yield compact(
+        "lln_diag_full_block_longer_than_n",
+        "lln-diag",
+        "one block: softmax attention beside lln",
+        (1, 2, 1, 11, 11, 4, 3),
+        block=64,
+        alpha=1.5,
+        beta=0.8,
+    )
+    yield compact(
+        "lln_diag_causal_block1",
+        "lln-diag",
+        "blocks of one key: o_diag = v",
+        (1, 2, 2, 9, 9, 3, 2),
+        causal=True,
+        block=1,
+        alpha=1.2,
+        beta=1.4,
+    )
+    yield compact(
+        "lln_diag_causal_n1",
+        "lln-diag",
+        "one token: o = v, every other gradient 0",
+        (2, 2, 1, 1, 1, 4, 3),
+        causal=True,
+        alpha=1.2,
+        beta=0.7,
+        zero=("q", "k", "alpha", "beta"),
+    )
+    yield compact(
+        "lln_diag_causal_cross_n9_n22",
+        "lln-diag",
+        "query i has the position i + 13, inside a block of 5",
+        (1, 4, 2, 9, 22, 4, 3),
+        causal=True,
+        block=5,
+        alpha=0.9,
+        beta=1.1,
+    )
+    yield compact(
+        "lln_diag_causal_one_query_n11",
+        "lln-diag",
+        "the only query is the third row of a block of 4",
+        (2, 2, 1, 1, 11, 4, 3),
+        causal=True,
+        alpha=1.1,
+        beta=1.1,
+    )
+    yield random_factors(
+        compact(
+            "lln_diag_full_scale_gqa",
+            "lln-diag",
+            "r and p by head and column, some below 0",
+            (2, 4, 2, 14, 14, 4, 3),
+            combine="scale",
+            alpha=1.2,
+            beta=0.8,
+        )
+    )
+    yield random_factors(
+        compact(
+            "lln_diag_causal_ratio_cross",
+            "lln-diag",
+            "r and 1 - r",
+            (1, 4, 1, 10, 17, 4, 5),
+            causal=True,
+            combine="ratio",
+            block=6,
+            alpha=1.0,
+            beta=1.3,
+        ),
+        "r",
+    )
+    yield random_factors(
+        compact(
+            "lln_diag_causal_scale_r_only",
+            "lln-diag",
+            "p is absent and so 0.5",
+            (1, 2, 1, 15, 15, 4, 3),
+            causal=True,
+            combine="scale",
+            alpha=1.0,
+            beta=0.6,
+        ),
+        "r",
+    )
+    yield compact(
+        "lln_diag_full_ratio_default",
+        "lln-diag",
+        "ratio without r: half and half",
+        (1, 2, 1, 10, 10, 4, 3),
+        combine="ratio",
+        alpha=1.0,
+        beta=0.6,
+    )
+    case = compact(
+        "lln_diag_full_constant_values",
+        "lln-diag",
+        "v constant in each column: o = v, dq = dk = 0",
+        (1, 2, 1, 13, 13, 4, 3),
+        alpha=1.4,
+        beta=1.1,
+        zero=("q", "k", "alpha", "beta"),
+    )
+    case.v[:] = case.v[:, :, :1]
+    yield case
+    # Small integers: every score is exact, in any order of its sum.
+    case = compact(
+        "lln_diag_causal_scores_near_200",
+        "lln-diag",
+        "scores of blocks from -200 to 200, past the range of exp in fp32",
+        (1, 2, 1, 18, 18, 4, 3),
+        causal=True,
+        block=6,
+        alpha=0.125,
+        beta=0.125,
+        grad_rtol_f32=2e-4,  # a score of 200 in fp32 is known to 1e-5, and so is its weight
+    )
+    case.q, case.k = np.rint(4 * case.q), np.rint(4 * case.k)
+    case.q[..., 0], case.k[..., 0] = 20.0, np.where(case.k[..., 0] < 0, -20.0, 20.0)
+    yield case
+    case = compact(
+        "lln_diag_full_float32",
+        "lln-diag",
+        "stored as float32",
+        (1, 2, 1, 12, 12, 5, 3),
+        storage="<f4",
+        alpha=1.25,
+        beta=0.75,
+        combine="scale",
+    )
+    extents = (2, 3)
+    case.diag_r, case.diag_p = np.full(extents, 0.75), np.full(extents, -0.5)
+    yield case
+
+
+def moment_cases():
+    yield with_moments(
+        compact(
+            "lln_full_moments_gqa",
+            "lln",
+            "alpha and beta from the moments of all of q and k, which gradients do not pass through",
+            (2, 4, 2, 8, 11, 4, 3),
+            spread=0.8,
+        )
+    )
+    case = compact(
+        "lln_full_moments_head_gqa",
+        "lln",
+        "moments per key/value head, of q over the heads of a group; every head has its own spread",
+        (2, 4, 2, 7, 9, 4, 3),
+    )
+    case.q *= np.array([0.5, 1.25, 0.75, 1.5])[:, None, None]
+    case.k *= np.array([0.625, 1.125])[:, None, None]
+    yield with_moments(case, "head")
+    case = compact(
+        "lln_full_moments_offset",
+        "lln",
+        "q and k have means of 3 and -2, which are no part of their deviations",
+        (1, 2, 1, 12, 16, 4, 3),
+    )
+    case.q, case.k = case.q + 3, case.k - 2
+    yield with_moments(case, "tensor")
+    yield with_moments(
+        compact(
+            "lln_diag_full_moments_head",
+            "lln-diag",
+            "LLN+Diag with moments per head",
+            (1, 4, 2, 13, 13, 4, 3),
+        ),
+        "head",
+    )
+
+
+def extended_diag_cases():
+    case = compact(
+        "lln_diag_full_key_mask",
+        "lln-diag",
+        "hidden keys keep their positions; a block is hidden as a whole, NaN there",
+        (2, 4, 2, 14, 14, 4, 3),
+        combine="scale",
+        alpha=1.2,
+        beta=0.9,
+    )
+    case.key_mask = np.ones((2, 14), np.uint8)
+    case.key_mask[0, [0, 4, 5, 6, 7, 9]] = case.key_mask[1, [2, 12, 13]] = 0
+    yield random_factors(poisoned(case))
+    case = compact(
+        "lln_diag_causal_left_padding",
+        "lln-diag",
+        "left padding, NaN there: the first rows see no key, o = 0",
+        (2, 2, 1, 13, 13, 4, 3),
+        causal=True,
+        combine="ratio",
+        block=4,
+        alpha=1.1,
+        beta=1.0,
+    )
+    case.key_mask = np.ones((2, 13), np.uint8)
+    case.key_mask[0, :6] = case.key_mask[1, :1] = 0
+    yield random_factors(poisoned(case), "r")
+    case = compact(
+        "lln_diag_causal_key_mask_cross",
+        "lln-diag",
+        "a row may see keys of lln and none of its block",
+        (2, 2, 1, 8, 19, 4, 3),
+        causal=True,
+        alpha=0.9,
+        beta=1.2,
+    )
+    case.key_mask = np.ones((2, 19), np.uint8)
+    case.key_mask[0, 12:17] = case.key_mask[1, ::3] = 0
+    yield poisoned(case)
+    case = compact(
+        "lln_diag_causal_packed",
+        "lln-diag",
+        "members of 1, 0, 11, 8, 2 tokens: blocks begin anew in each",
+        (1, 4, 2, 22, 22, 4, 3),
+        causal=True,
+        alpha=1.3,
+        beta=0.8,
+    )
+    case.cu_q = case.cu_k = np.array([0, 1, 1, 12, 20, 22])
+    yield case
+    case = compact(
+        "lln_diag_causal_packed_cross",
+        "lln-diag",
+        "positions count from the end of each member's keys",
+        (1, 2, 1, 11, 25, 3, 4),
+        causal=True,
+        combine="scale",
+        block=4,
+        alpha=1.0,
+        beta=1.1,
+    )
+    case.cu_q, case.cu_k = np.array([0, 3, 4, 11]), np.array([0, 10, 11, 25])
+    yield random_factors(case)
+    case = compact(
+        "lln_diag_full_packed",
+        "lln-diag",
+        "a block never reaches into the next member",
+        (1, 2, 2, 17, 17, 4, 3),
+        block=6,
+        alpha=0.7,
+        beta=1.4,
+    )
+    case.cu_q = case.cu_k = np.array([0, 7, 15, 17])
+    yield case
+    for scope in (None, "head"):
+        # More keys than queries: padding of keys says nothing of queries.
+        case = compact(
+            "lln_full_moments_" + ("head_" if scope else "") + "key_mask",
+            "lln",
+            "hidden keys, NaN, are no part of the moments",
+            (2, 4, 2, 9, 16, 4, 3),
+        )
+        case.key_mask = np.ones((2, 16), np.uint8)
+        case.key_mask[0, [1, 2, 15]] = case.key_mask[1, 8:] = 0
+        yield with_moments(poisoned(case), scope)
+
+
+def bits_of_mixture(n, diagonal, rest):
+    """Entropy of a row with one entry `diagonal` and n - 1 entries `rest`."""
+    return -(diagonal * np.log2(diagonal) + (n - 1) * rest * np.log2(rest))
+
+
+def one_entry_per_row(case, diagonal, rest, gap):
+    """Known answers of a matrix with `diagonal` in one place of each row and column, else `rest`."""
+    n = case.q.shape[2]
+    n2 = WIDE(n) * n
+    diagonal, rest = WIDE(diagonal), WIDE(rest)
+    ratio = np.log(diagonal / rest)
+    within = ratio**2 * (n - 1) / n2
+    entropy = bits_of_mixture(n, diagonal, rest)
+    case.known = {
+        "entropy": entropy,
+        "entropy_biased": 0,
+        "entropy_unbiased": np.log2(WIDE(n)) - entropy,
+        "spectral_gap": gap,
+        "variance": (diagonal - rest) ** 2 * (n - 1) / n2,
+        "logvar": within,
+        "logvar_within": within,
+    }
+    case.diagnostics = True
+    return case
+
+
+def diagnostics_cases():
+    def plain(name, variant, description, extents, **options):
+        return compact(name, variant, description, extents, diagnostics=True, **options)
+
+    n = 6
+    eye = np.eye(n)
+    # exp(c) / (exp(c) + 5) = 0.9 + 0.1 / 6
+    c = math.log((0.9 + 0.1 / n) / (0.1 / n))
+    e = np.exp(WIDE(c))
+    for name, turn, what in (
+        ("identity", 0, "0.9 of the identity and 0.1 of uniform rows: gap 0.1"),
+        ("cycle", 1, "0.9 of a cyclic permutation, whose eigenvalues are complex, and 0.1 of uniform"),
+    ):
+        case = plain(
+            f"softmax_full_{name}", "softmax", what, (1, 1, 1, n, n, n, 2), scale=1.0
+        )
+        case.q[0, 0], case.k[0, 0] = c * np.roll(eye, turn, axis=1), eye
+        share = (e - 1) / (e + n - 1)
+        yield one_entry_per_row(case, e / (e + n - 1), 1 / (e + n - 1), 1 - share)
+
+    case = plain(
+        "softmax_full_one_token",
+        "softmax",
+        "every row has 0.9 + 0.1 / 6 on the first token: gap 1, no unbiased part",
+        (1, 1, 1, n, n, 4, 2),
+        scale=1.0,
+    )
+    case.q[:], case.k[:] = 0.0, 0.0
+    case.q[..., 0], case.k[0, 0, 0, 0] = 1.0, c
+    entropy = bits_of_mixture(n, e / (e + n - 1), 1 / (e + n - 1))
+    case.known = {
+        "entropy": entropy,
+        "entropy_biased": np.log2(WIDE(n)) - entropy,
+        "entropy_unbiased": 0,
+        "spectral_gap": 1,
+    }
+    yield case
+
+    case = plain(
+        "softmax_causal_uniform",
+        "softmax",
+        "q = 0: row i is 1/i, gap 1/2",
+        (1, 2, 1, n, n, 4, 2),
+        causal=True,
+    )
+    case.q[:] = 0.0
+    counts = np.arange(1, n + 1).astype(WIDE)
+    logs = -np.log(np.repeat(counts, np.arange(1, n + 1)))
+    case.known = {
+        "entropy": np.log2(counts).mean(),
+        "spectral_gap": WIDE(0.5),
+        "logvar": ((logs - logs.mean()) ** 2).mean(),
+        "logvar_within": 0,
+    }
+    yield case
+
+    case = plain(
+        "lln_full_uniform",
+        "lln",
+        "beta = 0: uniform rows, entropy log2 N, gap 1, no variance",
+        (1, 2, 1, 8, 8, 3, 2),
+        alpha=1.0,
+        beta=0.0,
+        zero=("q", "alpha", "k"),
+    )
+    case.known = {
+        "entropy": WIDE(3),
+        "entropy_biased": 0,
+        "entropy_unbiased": 0,
+        "spectral_gap": 1,
+        "variance": 0,
+        "logvar": 0,
+        "logvar_within": 0,
+    }
+    yield case
+    case = plain(
+        "lln_full_identity",
+        "lln",
+        "q and k are multiples of the identity: one weight on the diagonal, another beside it",
+        (1, 1, 1, n, n, n, 2),
+        alpha=1.5,
+        beta=2.0,
+    )
+    case.q[0, 0], case.k[0, 0] = 2.0 * eye, eye
+    a, b = np.exp(WIDE(3)), np.exp(WIDE(2))
+    on, off = a * b + (n - 1), a + b + (n - 2)
+    total = on + (n - 1) * off
+    yield one_entry_per_row(case, on / total, off / total, 1 - (on - off) / total)
+    case = plain(
+        "elu_full_identity",
+        "elu",
+        "features of 4 and 8 on the diagonals of q and k, of 2 beside them",
+        (1, 1, 1, n, n, n, 2),
+    )
+    case.q[0, 0], case.k[0, 0] = 1 + 2 * eye, 1 + 6 * eye
+    on, off = WIDE(4 * 8 + (n - 1) * 4), WIDE(4 * 2 + 8 * 2 + (n - 2) * 4)
+    total = on + (n - 1) * off
+    yield one_entry_per_row(case, on / total, off / total, 1 - (on - off) / total)
+
+    yield plain(
+        "softmax_full_gqa", "softmax", "Gaussian q and k", (2, 2, 1, 9, 9, 4, 3), spread=1.25
+    )
+    yield plain(
+        "softmax_causal",
+        "softmax",
+        "Gaussian q and k; the gap is 1 less the largest diagonal entry after the first",
+        (2, 2, 2, 9, 9, 4, 3),
+        causal=True,
+        scale=0.75,
+    )
+    yield plain(
+        "lln_full_gqa",
+        "lln",
+        "Gaussian q and k, alpha and beta of the usual size",
+        (2, 4, 2, 9, 9, 4, 3),
+        alpha=2.0,
+        beta=2.0,
+    )
+    yield plain(
+        "lln_causal",
+        "lln",
+        "Gaussian q and k",
+        (1, 2, 1, 14, 14, 4, 3),
+        causal=True,
+        alpha=np.array([1.5, 2.5]),
+        beta=2.0,
+    )
+    yield plain(
+        "elu_full_gqa", "elu", "Gaussian q and k", (2, 2, 1, 9, 9, 4, 3), spread=1.5
+    )
+    yield plain(
+        "elu_causal", "elu", "Gaussian q and k", (1, 2, 2, 13, 13, 4, 3), causal=True
+    )
+
+
 def cases():
     for group in (foundation_cases, affine_cases):
         yield from group()
-    for group in (extended_cases, extended_affine_cases):
-        for case in group():
-            case.folder = "extended"
-            yield case
+    for group in (diag_cases, moment_cases):
+        yield from map(sound, group())
+    for folder, groups in (
+        ("extended", (extended_cases, extended_affine_cases)),
+        ("extended", (lambda: map(sound, extended_diag_cases()),)),
+        ("diagnostics", (lambda: map(sound, diagnostics_cases()),)),
+    ):
+        for group in groups:
+            for case in group():
+                case.folder = folder
+                yield case
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2296,7 +3118,7 @@ def generate(folder, pattern, quiet=False):
 
 def listed(folder):
     found = set()
-    for base in ("", "extended"):
+    for base in ("", "extended", "diagnostics"):
         here = os.path.join(folder, base)
         if os.path.isdir(here):
             found.update(os.path.join(base, n) for n in os.listdir(here) if n.endswith(".h5"))
