@@ -5,6 +5,9 @@
 #include <cmath>
 #include <numeric>
 
+#include "comparison.hpp"
+#include "text.hpp"
+
 namespace LinAttn::app {
 namespace {
 
@@ -25,6 +28,31 @@ void require_absent(const io::TensorFile& file, const std::string& path, const c
   if (!file.names(path).empty())
     refuse(file, path, detail::message("nothing, because this version does not support ", what),
            "a group");
+}
+
+void require_no_states(const io::TensorFile& file, Use use) {
+  const std::string what = "states of variant " + file.variant();
+  require_absent(file, "/inputs/state", what.c_str());
+  if (use != Use::forward) require_absent(file, "/cotangent/state", what.c_str());
+  if (use != Use::verify) return;
+  require_absent(file, "/expected/state", what.c_str());
+  require_absent(file, "/expected_grad/state", what.c_str());
+}
+
+void require_finite(const io::TensorFile& file, const std::string& path,
+                    const std::vector<double>& values, const std::vector<std::int64_t>& extents) {
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (!std::isfinite(values[i]))
+      refuse(file, path, "finite numbers",
+             detail::message(values[i], " at ",
+                             index_text(index_of(static_cast<std::int64_t>(i), extents))));
+}
+
+/// A dataset of finite factors; nullptr if the file has none.
+const io::Array* factors(const io::TensorFile& file, const std::string& path) {
+  const io::Array* array = file.find(path);
+  if (array != nullptr) require_finite(file, path, array->as<double>(), array->extents());
+  return array;
 }
 
 /// Exponents as int64, whatever the type that stores them.
@@ -52,23 +80,6 @@ const io::Array& counts(const io::TensorFile& file, const std::string& path) {
   return file.at(path);
 }
 
-/// One value for all heads, or one for each.
-std::vector<double> values_of(const io::TensorFile& file, const ParameterInfo& parameter) {
-  const std::string& name = parameter.name;
-  if (!file.config().has(name))
-    refuse(file, "/config",
-           detail::message("an attribute or dataset '", name, "' (or the option --", name,
-                           ") for variant ", file.variant()),
-           "nothing");
-  if (is_given_once(file, name)) return {file.config().real(name)};
-  const std::vector<double> values = file.config().per_head(name, parameter.heads(file.problem()));
-  for (std::size_t head = 0; head < values.size(); ++head)
-    if (!std::isfinite(values[head]))
-      refuse(file, "/config/" + name, "finite numbers",
-             detail::message(values[head], " at [", head, "]"));
-  return values;
-}
-
 }  // namespace
 
 void require_supported(const io::TensorFile& file, Use use) {
@@ -81,16 +92,12 @@ void require_supported(const io::TensorFile& file, Use use) {
     throw InvalidArgument(
         detail::message(file.file().string(), ": attribute 'variant' of /: ", error.what()));
   }
-  static_assert(!is_supported_setting("moments"));
-  if (file.config().has("moments"))
-    refuse(file, "attribute 'moments' of /config",
-           "alpha and beta, because this version does not match moments",
-           file.config().values().at("moments").to_string());
+  if (variant_info(file.variant()).has_blocks) require_no_states(file, use);
   require_known(file, "/inputs/state");
   if (use != Use::forward) require_known(file, "/cotangent/state");
   if (use != Use::verify) return;
-  require_absent(file, "/expected/moments", "moments");
-  require_absent(file, "/expected/diagnostics", "diagnostics");
+  if (variant_info(file.variant()).has_blocks)
+    require_absent(file, "/expected/diagnostics", "diagnostics of attention joined by blocks");
 }
 
 std::optional<HostState> read_state(const io::TensorFile& file, const std::string& group) {
@@ -118,21 +125,51 @@ std::optional<HostState> read_state(const io::TensorFile& file, const std::strin
   return state;
 }
 
-Job make_job(const io::TensorFile& file, bool with_gradients, bool max_norm_sees_future) {
-  const VariantInfo& info = variant_info(file.variant());
+void require_foresight(const Job& job, const std::string& where) {
+  if (!matches_moments(job.settings) || !job.causal() || job.foresight.moments) return;
+  throw InvalidArgument(detail::message(
+      where,
+      ": expected alpha and beta under a causal mask, or the option --moments-see-future, "
+      "because moments of whole sequences let later tokens change earlier rows, found moments = ",
+      job.settings.values().at("moments").to_string()));
+}
+
+namespace {
+
+/// What jobs of all variants have.
+Job job_of(const io::TensorFile& file) {
   Job job;
-  job.variant = info.name;
+  job.variant = file.variant();
   job.problem = file.problem();
   job.settings = Settings(file.config().values());
-  job.parameters = parameters_of(
-      info, [&](const ParameterInfo& parameter) { return values_of(file, parameter); });
-  job.max_norm_sees_future = max_norm_sees_future;
   job.q = &file.q();
   job.k = &file.k();
   job.v = &file.v();
   job.key_mask = file.find("/inputs/key_mask");
   job.cu_seqlens_q = file.find("/inputs/cu_seqlens_q");
   job.cu_seqlens_k = file.find("/inputs/cu_seqlens_k");
+  return job;
+}
+
+}  // namespace
+
+bool holds_only_diagnostics(const io::TensorFile& file) {
+  for (const char* group : {"/expected_grad", "/expected_grad/state", "/expected/state", "/expected/moments"})
+    if (!file.names(group).empty()) return false;
+  return !file.has("/expected/o") && !file.names("/expected/diagnostics").empty();
+}
+
+Job make_diagnostics_job(const io::TensorFile& file) { return job_of(file); }
+
+Job make_job(const io::TensorFile& file, bool with_gradients, const Foresight& foresight) {
+  const VariantInfo& info = variant_info(file.variant());
+  Job job = job_of(file);
+  job.parameters = parameters_of(
+      info, [&](const ParameterInfo& parameter) { return parameter_values(file, parameter); });
+  job.foresight = foresight;
+  require_foresight(job, file.file().string());
+  if (job.uses_diag_r()) job.diag_r = factors(file, "/inputs/diag_r");
+  if (job.uses_diag_p()) job.diag_p = factors(file, "/inputs/diag_p");
   job.state = read_state(file, "/inputs/state");
   if (!with_gradients) return job;
 
@@ -151,7 +188,23 @@ Job make_job(const io::TensorFile& file, bool with_gradients, bool max_norm_sees
   return job;
 }
 
+std::vector<double> parameter_values(const io::TensorFile& file, const ParameterInfo& parameter) {
+  const std::string& name = parameter.name;
+  if (is_matched(Settings(file.config().values()), name)) return {};
+  if (!file.config().has(name))
+    refuse(file, "/config",
+           detail::message("an attribute or dataset '", name, "' (or the option --", name,
+                           ") for variant ", file.variant()),
+           "nothing");
+  if (is_given_once(file, name)) return {file.config().real(name)};
+  const std::vector<double> values = file.config().per_head(name, parameter.heads(file.problem()));
+  require_finite(file, "/config/" + name, values, {static_cast<std::int64_t>(values.size())});
+  return values;
+}
+
 bool is_given_once(const io::TensorFile& file, const std::string& parameter) {
+  const Settings settings(file.config().values());
+  if (is_matched(settings, parameter)) return !matches_each_head(settings);
   return !file.config().arrays().contains(parameter);
 }
 

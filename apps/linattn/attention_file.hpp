@@ -19,16 +19,29 @@ enum class Use { forward, forward_and_backward, verify };
 /// and dataset or attribute
 void require_supported(const io::TensorFile& file, Use use);
 
-/// The job that a supported file describes. Its arrays are the file's. `max_norm_sees_future` is
-/// what only a command line can allow. \throws InvalidArgument if a cotangent or a parameter is
-/// missing, or a parameter, an exponent or a number of keys is not one
-Job make_job(const io::TensorFile& file, bool with_gradients, bool max_norm_sees_future);
+/// Whether a file expects nothing but /expected/diagnostics.
+bool holds_only_diagnostics(const io::TensorFile& file);
+/// A job for diagnosis() alone, also of a matrix that no variant of this version computes (softmax).
+Job make_diagnostics_job(const io::TensorFile& file);
+
+/// The job that a supported file describes. Its arrays are the file's. `foresight` is what only a
+/// command line can allow. \throws InvalidArgument if a cotangent or a parameter is missing, a
+/// parameter, an exponent or a number of keys is not one, or moments would see the future
+Job make_job(const io::TensorFile& file, bool with_gradients, const Foresight& foresight);
 
 /// A state of the file ("/inputs/state", "/expected/state"); none if the group is absent. What a
 /// variant's state lacks is 0.
 std::optional<HostState> read_state(const io::TensorFile& file, const std::string& group);
 
-/// Whether the parameter of that name was given once for all heads.
+/// Refuses moments under a causal mask unless they were asked for. `where` is where they are.
+/// \throws InvalidArgument
+void require_foresight(const Job& job, const std::string& where);
+
+/// What /config has of a parameter of the variant: one value for all heads, or one for each; none if it is matched.
+/// \throws InvalidArgument if it has none, or one that is not finite
+std::vector<double> parameter_values(const io::TensorFile& file, const ParameterInfo& parameter);
+
+/// Whether the parameter of that name was given, or is matched, once for all heads.
 bool is_given_once(const io::TensorFile& file, const std::string& parameter);
 
 /// Values of the parameters of a variant from what gives one value for all heads, or one for each.

@@ -126,6 +126,8 @@ std::vector<double> excused_errors(Scalar scalar, const std::string& quantity,
 std::string symbol(const std::string& quantity) {
   for (const char* output : {"o", "S", "z", "t", "m"})
     if (quantity == output) return quantity;
+  for (const std::string group : {"moments/", "diagnostics/"})
+    if (quantity.starts_with(group)) return quantity.substr(group.size());
   return "d" + (quantity.starts_with("state/") ? quantity.substr(6) : quantity);
 }
 

@@ -15,7 +15,8 @@
 namespace LinAttn::app {
 
 struct Comparison {
-  std::string quantity;  ///< o, S, z, t, m, or the gradient of q, k, v, a parameter, state/S ...
+  std::string quantity;  ///< o, S, z, t, m, or the gradient of q, k, v, a parameter, state/S ...;
+                         ///< what begins with moments/ or diagnostics/ is itself
   double error = 0;      ///< relative to the largest |expected|; absolute where all expected are 0
   double tolerance =
       0;  ///< of the worst element: wider than that of the others if it is excused more

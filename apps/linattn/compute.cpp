@@ -3,9 +3,11 @@
 
 #include <Kokkos_Core.hpp>
 #include <algorithm>
+#include <cmath>
 #include <chrono>
 #include <exception>
 #include <limits>
+#include <linattn/analysis/moments.hpp>
 #include <linattn/io/views.hpp>
 #include <linattn/linattn.hpp>
 #include <linattn/variants.hpp>
@@ -134,13 +136,16 @@ struct Buffers {
   using Tensor = Kokkos::View<T****, Kokkos::LayoutRight, Memory>;
   using Rows = Kokkos::View<accumulator_t<T>***, Kokkos::LayoutRight, Memory>;
   using PerHead = Kokkos::View<double*, Memory>;
+  using Factors = Kokkos::View<double**, Kokkos::LayoutRight, Memory>;
   using Mask = Kokkos::View<std::uint8_t**, Kokkos::LayoutRight, Memory>;
   using Records = Kokkos::View<NormaliserRecord**, Kokkos::LayoutRight, Memory>;
 
-  Tensor q, k, v, o, centred, d_o, d_q, d_k, d_v;
+  Tensor q, k, v, o, centred, linear, d_o, d_q, d_k, d_v;
   Rows denominator;
   Records smallest;  // of extents (0, 0) where row sums are not checked
   std::vector<PerHead> parameters, d_parameters;  // in the order of the variant's
+  Factors diag_r, diag_p, d_diag_r, d_diag_p;     // of extents (0, 0) where there are none
+  PerHead sigma_q, sigma_k;                       // of extent 0 where they are not measured
   Mask key_mask;
   StateViews<ExecSpace, T> first, last, d_first, d_last;  // states before and after the keys
 
@@ -153,11 +158,21 @@ struct Buffers {
     q = input(exec, "q", *job.q);
     k = input(exec, "k", *job.k);
     v = input(exec, "v", *job.v);
-    for (const std::vector<double>& values : job.parameters)
-      parameters.push_back(parameter(exec, "parameter", values));
+    for (std::size_t i = 0; i < info.parameters.size(); ++i)
+      parameters.push_back(
+          job.parameters[i].empty()
+              ? allocate_output<PerHead>(exec, "matched parameter", info.parameters[i].heads(p))
+              : parameter(exec, "parameter", job.parameters[i]));
+    if (job.diag_r != nullptr) diag_r = factors(exec, "diag_r", *job.diag_r);
+    if (job.diag_p != nullptr) diag_p = factors(exec, "diag_p", *job.diag_p);
     if (job.key_mask != nullptr) {
       key_mask = allocate<Mask>("key mask", p.batch, p.nk);
       io::copy_into(exec, *job.key_mask, key_mask);
+    }
+    if (matches_moments(job.settings) || job.wants_moments) {
+      sigma_q = allocate_output<PerHead>(exec, "deviation of q", p.kv_heads);
+      sigma_k = allocate_output<PerHead>(exec, "deviation of k", p.kv_heads);
+      measure(exec, job, info);
     }
     if (job.state) first = {exec, "initial state", *job.state};
     if (job.wants_state) last = {exec, "final state", p, features, info, false};
@@ -175,7 +190,56 @@ struct Buffers {
     for (const ParameterInfo& info_of : info.parameters)
       d_parameters.push_back(
           allocate_output<PerHead>(exec, "gradient of a parameter", info_of.heads(p)));
+    if (job.uses_diag_r()) {
+      linear = allocate_output<Tensor>(exec, "linear part of o", p.batch, p.heads, p.nq, p.dv);
+      d_diag_r = allocate_output<Factors>(exec, "gradient of diag_r", p.heads, p.dv);
+    }
+    if (job.uses_diag_p())
+      d_diag_p = allocate_output<Factors>(exec, "gradient of diag_p", p.heads, p.dv);
     if (job.state) d_first = {exec, "gradient of the initial state", p, features, info, true};
+  }
+
+  /// Fills in sigma_q and sigma_k, and the parameters that are matched to them. Where there are as
+  /// many queries as keys, a hidden key also hides the query of its number.
+  void measure(const ExecSpace& exec, const Job& job, const VariantInfo& info) {
+    MomentInputs<ExecSpace, T> tensors{.q = q, .k = k};
+    if (job.key_mask != nullptr) {
+      tensors.key_mask = key_mask;
+      if (job.problem.nq == job.problem.nk) tensors.query_mask = key_mask;
+    }
+    const Moments<ExecSpace> moments{.sigma_q = sigma_q, .sigma_k = sigma_k};
+    MomentOptions options = moment_options_of(job);
+    if (!matches_moments(job.settings)) {
+      options.causal = false;  // nothing depends on them
+      measure_moments<T>(exec, tensors, moments, options);
+      return;
+    }
+    Rates<ExecSpace> rates;
+    for (std::size_t i = 0; i < info.parameters.size(); ++i) {
+      if (info.parameters[i].name == "alpha") rates.alpha = parameters[i];
+      if (info.parameters[i].name == "beta") rates.beta = parameters[i];
+    }
+    match_moments<T>(exec, tensors, moments, rates, options);
+  }
+
+  /// What measure() found, and the parameters that go with it.
+  HostMoments host_moments(const ExecSpace& exec, const Job& job, const VariantInfo& info) const {
+    const auto values = [&](const PerHead& view) {
+      const io::Array array = io::to_array(exec, view);
+      return array.as<double>();
+    };
+    HostMoments moments{{"sigma_q", values(sigma_q)}, {"sigma_k", values(sigma_k)}};
+    for (std::size_t i = 0; i < info.parameters.size(); ++i)
+      if (info.parameters[i].name == "alpha" || info.parameters[i].name == "beta")
+        moments[info.parameters[i].name] =
+            job.parameters[i].empty() ? values(parameters[i]) : job.per_head(info.parameters[i]);
+    if (!matches_moments(job.settings)) return moments;
+    for (const auto& [name, found] : moments)
+      for (std::size_t head = 0; head < found.size(); ++head)
+        if (!std::isfinite(found[head]))
+          throw InvalidArgument(detail::message("alpha and beta cannot be matched to q and k: ", name, " of head ", head,
+                                                " is ", found[head], ", expected a finite number"));
+    return moments;
   }
 
   Inputs<ExecSpace, T> inputs(const Job& job) const {
@@ -193,6 +257,7 @@ struct Buffers {
     Saved<ExecSpace, T> saved{.o = o};
     if (job.d_o != nullptr) saved.denominator = denominator;
     if (job.d_o != nullptr && centres) saved.centred = centred;
+    if (job.d_o != nullptr && job.uses_diag_r()) saved.linear = linear;
     if (checks) saved.smallest = smallest;
     saved.state = last.reference();
     return saved;
@@ -200,7 +265,7 @@ struct Buffers {
 
   /// What forward keeps for backward beside o.
   std::size_t saved_bytes(const Job& job) const {
-    return Saved<ExecSpace, T>::bytes(job.problem) + centred.size() * sizeof(T);
+    return Saved<ExecSpace, T>::bytes(job.problem) + (centred.size() + linear.size()) * sizeof(T);
   }
 
   /// Parameters for kernels: those given once as a number, the others as Views of these buffers.
@@ -208,9 +273,11 @@ struct Buffers {
     Parameters result;
     for (std::size_t i = 0; i < info.parameters.size(); ++i) {
       const std::vector<double>& values = job.parameters[i];
-      result.emplace(info.parameters[i].name,
-                     values.size() == 1 ? Parameter(values[0]) : Parameter(parameters[i]));
+      result.by_name.emplace(info.parameters[i].name,
+                             values.size() == 1 ? Parameter(values[0]) : Parameter(parameters[i]));
     }
+    if (job.diag_r != nullptr) result.diag_r = diag_r;
+    if (job.diag_p != nullptr) result.diag_p = diag_p;
     return result;
   }
 
@@ -219,12 +286,16 @@ struct Buffers {
     for (std::size_t i = 0; i < info.parameters.size(); ++i)
       info.parameters[i].pick(result.query_parameter, result.key_parameter, result.constant,
                               result.scale) = d_parameters[i];
+    if (d_diag_r.data() != nullptr) result.diag_r = d_diag_r;
+    if (d_diag_p.data() != nullptr) result.diag_p = d_diag_p;
     result.state = d_first.reference();
     return result;
   }
 
   Results results(const ExecSpace& exec, const Job& job, const VariantInfo& info) const {
-    Results results{io::to_array(exec, o), {}, {}};
+    Results results{io::to_array(exec, o)};
+    if (matches_moments(job.settings) || job.wants_moments)
+      results.moments = host_moments(exec, job, info);
     if (job.wants_state) results.state = last.to_host(exec);
     if (job.d_o == nullptr) return results;
     auto& gradients = results.gradients;
@@ -233,6 +304,8 @@ struct Buffers {
     gradients.push_back({"v", io::to_array(exec, d_v)});
     for (std::size_t i = 0; i < info.parameters.size(); ++i)
       gradients.push_back({info.parameters[i].name, io::to_array(exec, d_parameters[i])});
+    if (job.uses_diag_r()) gradients.push_back({"diag_r", io::to_array(exec, d_diag_r)});
+    if (job.uses_diag_p()) gradients.push_back({"diag_p", io::to_array(exec, d_diag_p)});
     if (d_first.present)
       for (NamedArray& sum : d_first.to_host(exec).sums())
         gradients.push_back({"state/" + sum.name, std::move(sum.array)});
@@ -253,6 +326,12 @@ struct Buffers {
                            const std::vector<double>& values) {
     const auto view = allocate<PerHead>(name, values.size());
     io::copy_into(exec, io::Array(values, {static_cast<std::int64_t>(values.size())}), view);
+    return view;
+  }
+
+  static Factors factors(const ExecSpace& exec, const char* name, const io::Array& array) {
+    const auto view = allocate<Factors>(name, array.extent(0), array.extent(1));
+    io::copy_into(exec, array, view);
     return view;
   }
 
@@ -361,8 +440,12 @@ const std::vector<VariantInfo>& variants() {
     using Role = ParameterInfo::Role;
     std::vector<VariantInfo> infos;
     for_each_variant([&]<class V>(std::type_identity<V>) {
-      VariantInfo info{
-          V::name, V::normalise_by_default, {}, ScaledFeatureMap<key_map_t<V>>, has_constant_v<V>};
+      VariantInfo info{.name = V::name,
+                       .normalise_by_default = V::normalise_by_default,
+                       .parameters = {},
+                       .has_shift = ScaledFeatureMap<key_map_t<V>>,
+                       .has_counts = has_constant_v<V>,
+                       .has_blocks = has_local_term_v<V>};
       const auto add = [&](const char* name, Role role) {
         if (name != nullptr) info.parameters.push_back({name, role, role == Role::scale});
       };
@@ -425,12 +508,20 @@ void require_valid_settings(const Job& job) {
     Parameters parameters;
     const VariantInfo& info = variant_info(job.variant);
     for (std::size_t i = 0; i < info.parameters.size(); ++i)
-      if (job.parameters[i].size() == 1)
-        parameters.emplace(info.parameters[i].name, job.parameters[i][0]);
+      if (job.parameters[i].size() <= 1)  // any rate will do for one that is yet to be matched
+        parameters.by_name.emplace(info.parameters[i].name,
+                                   job.parameters[i].empty() ? 1.0 : job.parameters[i][0]);
     const V variant = make_variant(type, job, parameters);
     detail::validate_variant<Kokkos::DefaultHostExecutionSpace>(
         detail::resolved(variant, job.problem), job.problem, Pass::forward, job.causal());
     dropout_of(job.settings).validate(job.problem);
+    if (info.has_blocks && !job.normalise())
+      throw InvalidArgument(
+          detail::message("normalise: expected 1 for variant ", info.name, ", found 0"));
+    if (info.has_blocks && !job.causal() && job.problem.nq != job.problem.nk)
+      throw InvalidArgument(detail::message(
+          "expected Nq = Nk because ", info.name,
+          " with causal = 0 needs it, found Nq = ", job.problem.nq, " and Nk = ", job.problem.nk));
     if (job.settings.flag("center_v", false) && !job.normalise())
       throw InvalidArgument("center_v: expected 0 where rows are not normalised, found 1");
   });

@@ -5,6 +5,7 @@
 #include <linattn/io/array.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -57,6 +58,7 @@ struct VariantInfo {
   std::vector<ParameterInfo> parameters;
   bool has_shift = false;   ///< its states have base-2 exponents
   bool has_counts = false;  ///< its states have sums of values, and numbers of keys
+  bool has_blocks = false;  ///< exact attention inside blocks is joined to it; it has no states
 
   /// nullptr if it has none of that name.
   const ParameterInfo* parameter(std::string_view name) const;
@@ -72,6 +74,19 @@ const VariantInfo& variant_info(std::string_view name);
 struct NamedArray {
   std::string name;
   io::Array array;
+};
+
+/// Standard deviations sigma_q, sigma_k (Hkv) of q and k, all equal where the scope is the tensor,
+/// and what goes with them, given or matched: alpha (H), beta (Hkv), for variants that have them.
+/// By name.
+using HostMoments = std::map<std::string, std::vector<double>>;
+inline constexpr const char* moment_names[] = {"sigma_q", "sigma_k", "alpha", "beta"};
+
+/// What of a whole sequence may be used under a causal mask, where later tokens then change earlier
+/// rows. Only a command line can allow it.
+struct Foresight {
+  bool max_norm = false;  ///< the largest norm
+  bool moments = false;   ///< the moments to which rates are matched
 };
 
 /// Sums over keys, S (M,Hkv,R,Dv) and z (M,Hkv,R), or their cotangents; with int64 exponents shift
@@ -93,12 +108,14 @@ struct Job {
   std::string variant;
   Problem problem;
   Settings settings;  ///< defaults included
-  /// For each parameter of the variant one value, or one for each head.
+  /// For each parameter of the variant one value, or one for each head; none if it is matched.
   std::vector<std::vector<double>> parameters;
-  bool max_norm_sees_future = false;  ///< allows norms of a whole sequence under a causal mask
+  Foresight foresight{};
   const io::Array* q = nullptr;
   const io::Array* k = nullptr;
   const io::Array* v = nullptr;
+  const io::Array* diag_r = nullptr;  ///< of a variant with blocks; absent: 1/2
+  const io::Array* diag_p = nullptr;  ///< likewise
   const io::Array* key_mask = nullptr;
   const io::Array* cu_seqlens_q = nullptr;
   const io::Array* cu_seqlens_k = nullptr;
@@ -106,9 +123,15 @@ struct Job {
   bool wants_state = false;        ///< after the last key
   const io::Array* d_o = nullptr;  ///< cotangent of o; without it there are no gradients
   std::optional<HostState> d_state;
+  bool wants_moments = false;      ///< also where nothing is matched to them
+  bool wants_diagnostics = false;  ///< of the dense reference; diagnosis() measures them
 
+  /// Whether only the matrix of weights is meant: compute() does not know the variant.
+  bool is_matrix() const { return variant == "softmax"; }
   bool causal() const { return settings.flag("causal", false); }
   bool normalise() const { return settings.flag("normalise", true); }
+  bool uses_diag_r() const { return app::uses_diag_r(settings); }
+  bool uses_diag_p() const { return app::uses_diag_p(settings); }
   /// The factor of rows that are not normalised; 1 where `scale` is the variant's own.
   double output_scale() const;
   /// The values of one parameter, given once or not, for each of its heads.
@@ -126,12 +149,14 @@ struct Execution {
 };
 
 /// Output o and, where a cotangent was given, the gradients: q, k, v, one value per head for each
-/// parameter under the parameter's name, and state/S, state/z and state/t where there is an initial
-/// state that has them.
+/// parameter under the parameter's name, diag_r and diag_p where they are used, and state/S,
+/// state/z and state/t where there is an initial state that has them.
 struct Results {
   io::Array o;
-  std::optional<HostState> state;
-  std::vector<NamedArray> gradients;
+  std::optional<HostState> state{};
+  std::vector<NamedArray> gradients{};
+  std::optional<HostMoments> moments{};   ///< where they are matched or wanted
+  std::vector<NamedArray> diagnostics{};  ///< (B,H), where they are wanted
 };
 
 /// How one pass was run.

@@ -9,6 +9,7 @@
 #include <linattn/io/writer.hpp>
 #include <linattn/version.hpp>
 #include <memory>
+#include <optional>
 
 #include "attention_file.hpp"
 #include "commands.hpp"
@@ -31,7 +32,7 @@ struct GenerateOptions {
   std::uint64_t seed = 0;
   std::string variant;
   ConfigOptions config{.renamed = {{"seed", "--dropout-seed"}}};
-  bool max_norm_sees_future = false;
+  Foresight foresight;
   std::string distribution = "normal";
   double sigma = 1;
   std::string dtype = "f64";
@@ -52,6 +53,7 @@ Distribution distribution_from_name(const std::string& name) {
 /// The tensors of a file, each a stream of random numbers of its own.
 struct Tensors {
   io::Array q, k, v, d_o;
+  std::optional<io::Array> diag_r, diag_p;  ///< where the variant combines by them
 };
 
 /// Which types inputs can have. \throws InvalidArgument for one that files do not have
@@ -106,14 +108,29 @@ io::Array draw(const GenerateOptions& options, Distribution distribution, double
   return array;
 }
 
-Tensors draw_tensors(const GenerateOptions& options) {
+/// Factors near 1/2, from which they usually start.
+io::Array draw_factors(const GenerateOptions& options, std::uint64_t stream) {
+  const CounterRandom random(options.seed, stream);
+  const std::vector<std::int64_t> extents{options.problem.heads, options.problem.dv};
+  io::Array array(io::ElementType::f64, extents);
+  const auto values = array.values<double>();
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = 0.5 + 0.25 * random.normal(i);
+  return array;
+}
+
+Tensors draw_tensors(const GenerateOptions& options, const Settings& settings) {
   const Problem& p = options.problem;
   const Distribution inputs = distribution_from_name(options.distribution);
   const double sigma = options.sigma;
-  return {draw(options, inputs, sigma, 0, {p.batch, p.heads, p.nq, p.d}),
-          draw(options, inputs, sigma, 1, {p.batch, p.kv_heads, p.nk, p.d}),
-          draw(options, inputs, sigma, 2, {p.batch, p.kv_heads, p.nk, p.dv}),
-          draw(options, Distribution::normal, 1, 3, {p.batch, p.heads, p.nq, p.dv})};
+  Tensors tensors{draw(options, inputs, sigma, 0, {p.batch, p.heads, p.nq, p.d}),
+                  draw(options, inputs, sigma, 1, {p.batch, p.kv_heads, p.nk, p.d}),
+                  draw(options, inputs, sigma, 2, {p.batch, p.kv_heads, p.nk, p.dv}),
+                  draw(options, Distribution::normal, 1, 3, {p.batch, p.heads, p.nq, p.dv}),
+                  {},
+                  {}};
+  if (uses_diag_r(settings)) tensors.diag_r = draw_factors(options, 4);
+  if (uses_diag_p(settings)) tensors.diag_p = draw_factors(options, 5);
+  return tensors;
 }
 
 void require_memory(const Problem& p) {
@@ -144,15 +161,21 @@ void require_setting(const GenerateOptions& options, const std::string& name) {
   }
 }
 
-/// Attributes of /config: what was given, and 1 for a parameter of the variant that has no default.
+/// Attributes of /config: what was given, and 1 for a parameter of the variant that has no default
+/// and is not matched.
 std::map<std::string, io::Value> config_values(const GenerateOptions& options) {
   std::map<std::string, io::Value> values = options.config.values();
   for (const auto& [name, value] : values) require_setting(options, name);
   if (options.variant.empty()) return values;
   const io::VariantSpec& variant = io::variant_spec(options.variant);
   for (const ParameterInfo& parameter : variant_info(options.variant).parameters)
-    if (!io::default_of(io::attribute_of(variant, parameter.name), values, options.problem.d))
+    if (is_matched(Settings(values), parameter.name)) {
+      if (values.contains(parameter.name))
+        throw InvalidArgument("--moments: expected either moments or alpha and beta, found both");
+    } else if (!io::default_of(io::attribute_of(variant, parameter.name), values,
+                               options.problem.d)) {
       values.try_emplace(parameter.name, 1.0);
+    }
   return values;
 }
 
@@ -174,9 +197,11 @@ Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value
   job.settings = with_defaults(options.variant, config, options.problem.d);
   job.parameters =
       parameters_of(variant_info(options.variant), [&](const ParameterInfo& parameter) {
-        return std::vector<double>{job.settings.real(parameter.name, 1)};
+        return is_matched(job.settings, parameter.name)
+                   ? std::vector<double>()
+                   : std::vector<double>{job.settings.real(parameter.name, 1)};
       });
-  job.max_norm_sees_future = options.max_norm_sees_future;
+  job.foresight = options.foresight;
   return job;
 }
 
@@ -187,6 +212,8 @@ Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value
   job.k = &tensors.k;
   job.v = &tensors.v;
   job.d_o = &tensors.d_o;
+  if (tensors.diag_r) job.diag_r = &*tensors.diag_r;
+  if (tensors.diag_p) job.diag_p = &*tensors.diag_p;
   return job;
 }
 
@@ -194,22 +221,41 @@ Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value
 void check_request(const GenerateOptions& options, const std::map<std::string, io::Value>& config) {
   options.problem.validate(Settings(config).flag("causal", false));
   require_memory(options.problem);
-  if (options.max_norm_sees_future) require_norms(options.variant);
+  require_use_of(options.foresight, options.variant);
   if (options.variant.empty()) return;
-  require_valid_settings(job_of(options, config));
+  const Job job = job_of(options, config);
+  require_foresight(job, "--moments");
+  require_valid_settings(job);
   if (options.no_expected) return;
   const std::string obstacle = reference_obstacle(options.variant, options.problem);
   if (!obstacle.empty())
     throw InvalidArgument("--variant: " + obstacle + "; --no-expected writes inputs only");
 }
 
-void write_expected(const GenerateOptions& options, const Results& expected, io::Writer& writer) {
+/// Whether the layout lets a parameter differ from head to head.
+bool may_differ(const std::string& variant, const std::string& parameter) {
+  const auto datasets = io::variant_spec(variant).config;
+  return std::any_of(datasets.begin(), datasets.end(),
+                     [&](const io::DatasetSpec& spec) { return spec.name == parameter; });
+}
+
+/// Gradients of parameters head by head where the layout has room: their sum may cancel.
+void write_expected(const Job& job, const Results& expected, io::Writer& writer) {
   writer.write("/expected/o", expected.o);
-  const VariantInfo& info = variant_info(options.variant);
+  const VariantInfo& info = variant_info(job.variant);
   for (const NamedArray& gradient : expected.gradients)
-    writer.write("/expected_grad/" + gradient.name, info.parameter(gradient.name) != nullptr
-                                                        ? sum_over_heads(gradient.array)
-                                                        : gradient.array);
+    writer.write("/expected_grad/" + gradient.name,
+                 info.parameter(gradient.name) != nullptr && !may_differ(info.name, gradient.name)
+                     ? sum_over_heads(gradient.array)
+                     : gradient.array);
+  if (!expected.moments) return;
+  for (const auto& [name, values] : *expected.moments) {
+    const bool each_head = matches_each_head(job.settings);
+    const auto heads = static_cast<std::int64_t>(values.size());
+    writer.write("/expected/moments/" + name, each_head || heads == 0
+                                                  ? io::Array(values, {heads})
+                                                  : io::Array(std::vector<double>{values[0]}, {}));
+  }
 }
 
 ExitStatus generate(const GenerateOptions& given) {
@@ -233,15 +279,18 @@ ExitStatus generate(const GenerateOptions& given) {
 
   const Progress progress;
   progress.show("drawing");
-  const Tensors tensors = draw_tensors(options);
+  const Tensors tensors = draw_tensors(options, Settings(config));
   writer.write("/inputs/q", tensors.q);
   writer.write("/inputs/k", tensors.k);
   writer.write("/inputs/v", tensors.v);
+  if (tensors.diag_r) writer.write("/inputs/diag_r", *tensors.diag_r);
+  if (tensors.diag_p) writer.write("/inputs/diag_p", *tensors.diag_p);
   writer.write("/cotangent/o", tensors.d_o);
   const bool with_expected = !options.variant.empty() && !options.no_expected;
   if (with_expected) {
     progress.show("computing the dense reference");
-    write_expected(options, compute_reference(job_of(options, config, tensors)), writer);
+    const Job job = job_of(options, config, tensors);
+    write_expected(job, compute_reference(job), writer);
   }
   writer.commit();
   progress.show("");
@@ -294,7 +343,7 @@ void add_generate(CLI::App& app, Action& action) {
       ->type_name("NAME")
       ->check(accepted_by([](const std::string& name) { variant_info(name); }));
   options->config.add_to(*command);
-  add_max_norm_option(*command, options->max_norm_sees_future);
+  add_foresight_options(*command, options->foresight);
   command
       ->add_option("--dist", options->distribution,
                    "Distribution of q, k, v: normal, uniform (both with mean 0), constant")

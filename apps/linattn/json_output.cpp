@@ -145,6 +145,13 @@ Json to_json(const io::Value& value) {
   return value.is_large() ? Json(value.as_uint64()) : Json(value.as_int64());
 }
 
+Json to_json(const HostMoments& moments) {
+  Json json = Json::object();
+  for (const char* name : moment_names)
+    if (moments.contains(name)) json[name] = moments.at(name);
+  return json;
+}
+
 Json to_json(const Settings& settings) {
   Json json = Json::object();
   for (const auto& [name, value] : settings.values()) json[name] = to_json(value);

@@ -39,6 +39,8 @@ Json json_document(const char* command);
 Json to_json(const Problem& problem);
 Json to_json(const io::Value& value);
 /// Every attribute by name.
+/// By name, a list for the heads.
+Json to_json(const HostMoments& moments);
 Json to_json(const Settings& settings);
 Json to_json(const PassReport& report);
 /// Infinities and NaNs become null.

@@ -26,6 +26,8 @@ int main(int argc, char** argv) {
   add_run(app, action);
   add_verify(app, action);
   add_generate(app, action);
+  add_moments(app, action);
+  add_diagnose(app, action);
   add_info(app, action);
   try {
     app.parse(argc, argv);

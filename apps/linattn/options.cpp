@@ -34,6 +34,8 @@ constexpr Meaning meanings[] = {
      "default 1/sqrt(D) with qk_norm none"},
     {"alpha", "Rate of the queries, the same for all heads"},
     {"beta", "Rate of the keys, the same for all heads"},
+    {"moments", "Match alpha and beta to the deviations of q and k, instead of giving them"},
+    {"moments_scope", "Take deviations over all heads or for each key/value head"},
     {"a", "Slope of the weights over the scores"},
     {"b", "Weight at score 0"},
     {"qk_norm", "What divides queries and keys: their own norm, nothing, the largest norm"},
@@ -46,6 +48,11 @@ constexpr Meaning meanings[] = {
     {"dropout_p", "Standard deviation of the noise that multiplies the output"},
     {"seed", "Key of the noise"},
     {"offset", "Number of the call among those with the same noise key"},
+    {"block", "Keys of a block of exact attention; by default D"},
+    {"combine",
+     "How exact attention inside blocks is joined: half of each, /inputs/diag_r and diag_p of "
+     "each, "
+     "or diag_r and 1 - diag_r"},
 };
 
 Meaning meaning_of(std::string_view name) {
@@ -64,7 +71,7 @@ struct Setting {
 std::vector<Setting> all_settings() {
   std::vector<Setting> settings;
   for (const VariantInfo& info : variants())
-    for (const io::AttributeSpec& spec : supported_settings(info.name)) {
+    for (const io::AttributeSpec& spec : settings_of_variant(info.name)) {
       auto known = settings.begin();
       while (known != settings.end() && known->spec.name != spec.name) ++known;
       if (known == settings.end()) known = settings.insert(known, {spec, {}});
@@ -78,7 +85,7 @@ std::vector<Setting> all_settings() {
 /// "default 1", as far as it is the same for all files.
 std::string default_text(const io::AttributeSpec& spec) {
   const auto value = io::default_of(spec, {}, 1);
-  if (!value) return {};
+  if (!value || value != io::default_of(spec, {}, 2)) return {};
   return "default " + (value->is_string() ? value->as_string() : value->to_string());
 }
 
@@ -184,20 +191,28 @@ std::map<std::string, io::Value> ConfigOptions::values() const {
   return values;
 }
 
-void add_max_norm_option(CLI::App& command, bool& target) {
+void add_foresight_options(CLI::App& command, Foresight& target) {
   command
       .add_flag(
-          "--max-norm-sees-future", target,
+          "--max-norm-sees-future", target.max_norm,
           "Allow qk_norm max under a causal mask, where later tokens then change earlier rows")
+      ->disable_flag_override();
+  command
+      .add_flag("--moments-see-future", target.moments,
+                "Allow moments under a causal mask, where later tokens then change earlier rows")
       ->disable_flag_override();
 }
 
-void require_norms(const std::string& variant) {
-  try {
-    io::attribute_of(io::variant_spec(variant), "qk_norm");
-  } catch (const InvalidArgument& error) {
-    throw InvalidArgument(std::string("--max-norm-sees-future: ") + error.what());
-  }
+void require_use_of(const Foresight& foresight, const std::string& variant) {
+  const auto require = [&](const char* option, const char* setting) {
+    try {
+      io::attribute_of(io::variant_spec(variant), setting);
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument(detail::message(option, ": ", error.what()));
+    }
+  };
+  if (foresight.max_norm) require("--max-norm-sees-future", "qk_norm");
+  if (foresight.moments) require("--moments-see-future", "moments");
 }
 
 void ExecutionOptions::add_to(CLI::App& command, const std::string& space_default,

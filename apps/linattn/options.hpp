@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 
+#include "compute.hpp"
 #include "execution.hpp"
 
 /// \file options.hpp
@@ -48,11 +49,11 @@ struct ConfigOptions {
   std::string option_of(const std::string& attribute) const;
 };
 
-/// --max-norm-sees-future, which no file can ask for.
-void add_max_norm_option(CLI::App& command, bool& target);
+/// --max-norm-sees-future and --moments-see-future, which no file can ask for.
+void add_foresight_options(CLI::App& command, Foresight& target);
 
-/// Refuses --max-norm-sees-future for a variant that has no norms. \throws InvalidArgument
-void require_norms(const std::string& variant);
+/// Refuses one of these for a variant that has no norms, or no moments. \throws InvalidArgument
+void require_use_of(const Foresight& foresight, const std::string& variant);
 
 /// --space, --dtype, --chunk, --segments, --tiles. Empty texts mean "not given".
 struct ExecutionOptions {

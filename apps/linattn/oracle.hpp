@@ -20,7 +20,11 @@ std::string reference_obstacle(const std::string& variant, const Problem& proble
 /// The same, states included.
 std::string reference_obstacle(const Job& job);
 
-/// Results of the dense reference in float64, in the order of compute().
+/// Queries and keys beyond which the reference of diagnostics, which holds matrices, is refused.
+inline constexpr std::int64_t largest_reference_matrix = 512;
+
+/// Results of the dense reference in float64, in the order of compute(); what diagnostics have no
+/// meaning for a matrix are NaN.
 /// \throws InvalidArgument if there is an obstacle
 Results compute_reference(const Job& job);
 

@@ -5,6 +5,7 @@
 #include <linattn/io/reader.hpp>
 #include <linattn/io/writer.hpp>
 #include <memory>
+#include <optional>
 #include <set>
 
 #include "attention_file.hpp"
@@ -26,7 +27,7 @@ struct RunOptions {
   std::string output;
   std::string variant;
   ConfigOptions config;
-  bool max_norm_sees_future = false;
+  Foresight foresight;
   ExecutionOptions execution;
   bool backward = false;
   bool state = false;
@@ -48,7 +49,10 @@ io::TensorFile read_input(const RunOptions& options) {
   read.config = options.config.values();
   io::TensorFile file = io::TensorFile::read(options.input, read);
   require_supported(file, options.backward ? Use::forward_and_backward : Use::forward);
-  if (options.max_norm_sees_future) require_norms(file.variant());
+  if (options.state && variant_info(file.variant()).has_blocks)
+    throw InvalidArgument(detail::message("--state: expected a variant with states, found ",
+                                          file.variant(), ", which has none in this version"));
+  require_use_of(options.foresight, file.variant());
   return file;
 }
 
@@ -152,7 +156,7 @@ std::string settings_text(const Job& job) {
     text += ", " + info.parameters[i].name + " " + number(*low);
     if (*low != *high) text += " to " + number(*high);
   }
-  for (const io::AttributeSpec& spec : supported_settings(job.variant)) {
+  for (const io::AttributeSpec& spec : settings_of_variant(job.variant)) {
     const std::string name(spec.name);
     const bool is_said = name == "causal" || name == "normalise" || info.parameter(name) != nullptr;
     // the output is multiplied where rows are not divided, and nowhere else
@@ -166,12 +170,27 @@ std::string settings_text(const Job& job) {
             : value.is_real() ? number(value.as_double())
                               : value.to_string();
   }
-  if (job.max_norm_sees_future) text += ", norms that see the future";
+  if (job.foresight.max_norm) text += ", norms that see the future";
+  if (job.foresight.moments && matches_moments(job.settings))
+    text += ", moments that see the future";
   if (job.key_mask != nullptr) text += ", key mask";
   if (job.cu_seqlens_q != nullptr)
     text += ", " + std::to_string(job.problem.members) + " packed sequences";
   if (job.state) text += ", initial state";
   return text;
+}
+
+std::string moments_text(const HostMoments& moments) {
+  std::vector<std::string> parts;
+  for (const char* name : moment_names) {
+    const auto found = moments.find(name);
+    if (found == moments.end() || found->second.empty()) continue;
+    const std::vector<double>& values = found->second;
+    const auto [low, high] = std::minmax_element(values.begin(), values.end());
+    parts.push_back(std::string(name) + " " + number(*low) +
+                    (*low == *high ? "" : " to " + number(*high)));
+  }
+  return join(parts);
 }
 
 std::string pass_text(const PassReport& report) {
@@ -200,6 +219,7 @@ class Report {
     if (!m_file.ignored().empty()) line("ignored", join(m_file.ignored()));
     line("problem", m_job.problem.to_string());
     line("attention", settings_text(m_job));
+    if (m_outcome.results.moments) line("moments", moments_text(*m_outcome.results.moments));
     line("execution", detail::message(to_string(m_execution.space), ", ", m_threads,
                                       m_execution.space == Space::cuda ? " threads in flight, "
                                       : m_threads == 1                 ? " thread, "
@@ -232,9 +252,11 @@ class Report {
     json["scale"] = m_job.settings.real("scale", 1);
     json["parameters"] = Json::object();
     for (const ParameterInfo& parameter : variant_info(m_job.variant).parameters)
-      json["parameters"][parameter.name] = m_job.per_head(parameter);
+      json["parameters"][parameter.name] = values_of(parameter);
     json["settings"] = to_json(m_job.settings);
-    json["max_norm_sees_future"] = m_job.max_norm_sees_future;
+    json["max_norm_sees_future"] = m_job.foresight.max_norm;
+    json["moments_see_future"] = m_job.foresight.moments;
+    if (m_outcome.results.moments) json["moments"] = to_json(*m_outcome.results.moments);
     json["key_mask"] = m_job.key_mask != nullptr;
     json["packed_sequences"] = m_job.cu_seqlens_q != nullptr ? m_job.problem.members : 0;
     json["initial_state"] = m_job.state.has_value();
@@ -253,6 +275,13 @@ class Report {
   }
 
  private:
+  /// One for each head, matched or given.
+  std::vector<double> values_of(const ParameterInfo& parameter) const {
+    const std::optional<HostMoments>& moments = m_outcome.results.moments;
+    if (moments && matches_moments(m_job.settings)) return moments->at(parameter.name);
+    return m_job.per_head(parameter);
+  }
+
   static void line(const char* name, const std::string& text) {
     std::cout << padded(name, 11) << text << '\n';
   }
@@ -281,7 +310,7 @@ ExitStatus run(const RunOptions& options) {
   const JsonOutput json(options.json, {options.input, options.output});
   const io::TensorFile file = read_input(options);
   const Execution execution = execution_of(options, file.q().type());
-  Job whole = make_job(file, options.backward, options.max_norm_sees_future);
+  Job whole = make_job(file, options.backward, options.foresight);
   whole.wants_state = options.state;
   const auto round = [&] {
     try {
@@ -337,7 +366,7 @@ void add_run(CLI::App& app, Action& action) {
                    "One of " + variant_names() + " (default: the file's)")
       ->type_name("NAME");
   options->config.add_to(*command);
-  add_max_norm_option(*command, options->max_norm_sees_future);
+  add_foresight_options(*command, options->foresight);
   command->add_flag("--backward", options->backward, "Also the gradients, given /cotangent/o")
       ->disable_flag_override();
   command->add_flag("--state", options->state, "Also the state after the last key")

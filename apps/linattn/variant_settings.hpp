@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <linattn/analysis/moments.hpp>
 #include <linattn/call.hpp>
 #include <linattn/error.hpp>
 #include <linattn/variants.hpp>
@@ -17,8 +18,14 @@
 
 namespace LinAttn::app {
 
-/// Parameters where kernels can read them, by name.
-using Parameters = std::map<std::string, Parameter>;
+/// Parameters where kernels can read them.
+struct Parameters {
+  std::map<std::string, Parameter> by_name;
+  ColumnFactors diag_r = 0.5;
+  ColumnFactors diag_p = 0.5;
+
+  const Parameter& at(const char* name) const { return by_name.at(name); }
+};
 
 /// The value that goes with a name. Names come from the layout's table, which has checked them.
 template <class Value>
@@ -58,6 +65,17 @@ inline Options options_of(const Job& job, const Execution& execution) {
           .center_v = settings.flag("center_v", false)};
 }
 
+inline MomentOptions moment_options_of(const Job& job) {
+  const Settings& settings = job.settings;
+  MomentOptions options{.scope = moment_scope_from_name(settings.text("moments_scope", "tensor")),
+                        .causal = job.causal(),
+                        .sees_future = job.foresight.moments};
+  if (!matches_moments(settings)) return options;
+  options.rule = moment_rule_from_name(settings.text("moments", ""));
+  if (options.rule == MomentRule::fit) options.line = fit_line(job.problem.d);
+  return options;
+}
+
 /// A variant that has nothing but a parameter of its query map and one of its key map, which its
 /// aggregate lists in this order.
 template <class V>
@@ -81,8 +99,22 @@ inline Affine make_variant(std::type_identity<Affine>, const Job& job,
       chosen<QkNorm>(settings.text("qk_norm", "l2"),
                      {{"l2", QkNorm::l2}, {"none", QkNorm::none}, {"max", QkNorm::max}});
   variant.norm_eps = settings.real("norm_eps", variant.norm_eps);
-  variant.max_norm_sees_future = job.max_norm_sees_future;
+  variant.max_norm_sees_future = job.foresight.max_norm;
   return variant;
+}
+
+inline LlnDiag make_variant(std::type_identity<LlnDiag>, const Job& job,
+                            const Parameters& parameters) {
+  const Settings& settings = job.settings;
+  return {
+      .alpha = parameters.at("alpha"),
+      .beta = parameters.at("beta"),
+      .block = settings.integer("block", 0),
+      .combine = chosen<Combine>(
+          settings.text("combine", "average"),
+          {{"average", Combine::average}, {"scale", Combine::scale}, {"ratio", Combine::ratio}}),
+      .diag_r = parameters.diag_r,
+      .diag_p = parameters.diag_p};
 }
 
 }  // namespace LinAttn::app

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <algorithm>
+#include <cmath>
 #include <iostream>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 
 #include "attention_file.hpp"
 #include "commands.hpp"
 #include "comparison.hpp"
 #include "compute.hpp"
+#include "diagnosis.hpp"
 #include "json_output.hpp"
 #include "options.hpp"
 #include "oracle.hpp"
@@ -23,7 +26,7 @@ constexpr const char* program = "linattn verify";
 struct VerifyOptions {
   std::vector<std::string> files;
   ExecutionOptions execution;
-  bool max_norm_sees_future = false;
+  Foresight foresight;
   bool brief = false;
   std::string json;
 };
@@ -72,13 +75,31 @@ io::Array in_form_of(const io::Array& expected, const io::Array& found) {
   return io::Array(sum_over_heads(found).as<double>(), expected.extents());
 }
 
-/// The gradient of that name. \throws InvalidArgument if there is none, for `dataset` of the file
-const io::Array& gradient_of(const Results& results, const std::string& name,
-                             const io::TensorFile& file, const std::string& dataset) {
+/// The gradient of that name. \throws InvalidArgument if there is none, for `dataset`
+const io::Array& gradient_of(const Results& results, const std::string& name, const std::string& dataset) {
   for (const NamedArray& gradient : results.gradients)
     if (gradient.name == name) return gradient.array;
-  throw InvalidArgument(file.file().string() + ": " + dataset +
-                        ": expected the gradient of something in the file, found a dataset");
+  throw InvalidArgument(dataset + ": expected the gradient of something that the variant has with this /config, "
+                                  "found a dataset");
+}
+
+/// A moment in the form of the expected one: a number, or one for each key/value or query head.
+io::Array moment_of(const HostMoments& moments, const std::string& name, const io::Array& expected,
+                    const io::TensorFile& file, const std::string& dataset) {
+  const auto found = moments.find(name);
+  if (found == moments.end())
+    throw InvalidArgument(detail::message(dataset, ": expected nothing, because variant ", file.variant(),
+                                          " has no ", name, ", found a dataset"));
+  const std::vector<double>& values = found->second;
+  const auto wanted = static_cast<std::size_t>(expected.size()), had = values.size();
+  std::vector<double> result(wanted);
+  for (std::size_t i = 0; i < wanted && had > 0; ++i) result[i] = values[i * had / wanted];
+  for (std::size_t head = 0; head < had && wanted < had; ++head)
+    if (wanted == 0 || values[head] != result[head * wanted / had])
+      throw InvalidArgument(detail::message(file.file().string(), ": ", dataset, ": expected ", had,
+                                            " numbers, because those of the heads differ, found ",
+                                            wanted));
+  return io::Array(result, expected.extents());
 }
 
 /// Compares with what the file expects, or with `reference` where that is not null.
@@ -92,6 +113,14 @@ class Comparer {
     const io::Tolerances& tolerances = m_file.expected_tolerances();
     if (m_file.has("/expected/o"))
       add("/expected/o", "o", tolerances, results, [](const Results& r) { return r.o; });
+    for (const std::string& name : m_file.names("/expected/moments")) {
+      const std::string dataset = "/expected/moments/" + name;
+      add(dataset, "moments/" + name, tolerances, results, [&](const Results& r) {
+        return moment_of(*r.moments, name, m_file.at(dataset), m_file, dataset);
+      });
+    }
+    for (const std::string& name : m_file.names("/expected/diagnostics"))
+      add_diagnostic(name, results);
     if (const std::optional<HostState> expected = read_state(m_file, "/expected/state"))
       add_state(*expected, *results.state, tolerances);
     for (const std::string& name : m_file.names("/expected_grad")) add_gradient(name, results);
@@ -125,6 +154,35 @@ class Comparer {
     m_rows.push_back({m_execution.space, m_execution.scalar, dataset, comparison});
   }
 
+  /// Entropies are differences of numbers of up to log2 Nk, whose roundings are excused.
+  void add_diagnostic(const std::string& name, const Results& results) {
+    const std::string dataset = "/expected/diagnostics/" + name;
+    const auto of = [&](const std::vector<NamedArray>& diagnostics) -> const io::Array& {
+      for (const NamedArray& entry : diagnostics)
+        if (entry.name == name) return entry.array;
+      throw std::logic_error("no diagnostics of the name " + name);
+    };
+    const io::Array& stored = m_file.at(dataset);
+    const io::Array& expected =
+        m_reference == nullptr ? stored : of(m_reference->values.diagnostics);
+    if (m_reference != nullptr)
+      for (const double value : expected.as<double>())
+        if (std::isnan(value))
+          throw InvalidArgument("the dense reference has no " + name + " of such matrices");
+    std::vector<double> excused;
+    if (name.starts_with("entropy")) {
+      const double unit = m_execution.scalar == Scalar::f64 ? 0x1p-53 : 0x1p-24;
+      const auto keys = static_cast<double>(std::max<std::int64_t>(2, m_file.problem().nk));
+      excused.assign(static_cast<std::size_t>(expected.size()),
+                     conditioned_roundings * unit * std::log2(keys));
+    }
+    const double tolerance =
+        tolerance_for(m_file.expected_tolerances(), m_execution.scalar,
+                      m_reference == nullptr ? stored.type() : io::ElementType::f64);
+    add(dataset,
+        compare("diagnostics/" + name, expected, of(results.diagnostics), tolerance, excused));
+  }
+
   /// States of one value can have different exponents: both go to the larger one.
   void add_state(const HostState& expected, const HostState& found,
                  const io::Tolerances& tolerances) {
@@ -148,7 +206,7 @@ class Comparer {
   void add_gradient(const std::string& name, const Results& results) {
     const std::string dataset = "/expected_grad/" + name;
     add(dataset, name, m_file.gradient_tolerances(), results,
-        [&](const Results& r) { return gradient_of(r, name, m_file, dataset); });
+        [&](const Results& r) { return gradient_of(r, name, dataset); });
   }
 
   const io::TensorFile& m_file;
@@ -180,13 +238,18 @@ void verify_in(Scalar scalar, const io::TensorFile& file, const Job& job,
   const RoundedJob rounded(job, scalar);
   std::optional<RoundedReference> reference;
   if (is_16_bit(scalar)) {
+    if (job.is_matrix()) throw InvalidArgument("exact attention has no reference for rounded inputs yet");
     if (const std::string obstacle = obstacle_of_rounding(job); !obstacle.empty())
       throw InvalidArgument(obstacle);
     reference = reference_for(file, rounded.job(), scalar);
   }
-  for (const Execution& execution : executions(options, scalar))
-    Comparer(file, reference ? &*reference : nullptr, execution, rows)
-        .compare_all(compute(rounded.job(), execution).results);
+  for (const Execution& execution : executions(options, scalar)) {
+    Results results;
+    if (!job.is_matrix()) results = compute(rounded.job(), execution).results;
+    if (job.wants_diagnostics)
+      results.diagnostics = diagnosis(rounded.job(), execution, results.moments);
+    Comparer(file, reference ? &*reference : nullptr, execution, rows).compare_all(results);
+  }
 }
 
 /// \throws InvalidArgument if the file holds nothing that could be verified, or more than can be
@@ -194,12 +257,18 @@ Verification verify_file(const io::TensorFile& file, const VerifyOptions& option
   const bool gradients =
       !file.names("/expected_grad").empty() || !file.names("/expected_grad/state").empty();
   const bool states = !file.names("/expected/state").empty();
-  if (!gradients && !states && !file.has("/expected/o"))
+  const bool moments = !file.names("/expected/moments").empty();
+  const bool diagnostics = !file.names("/expected/diagnostics").empty();
+  if (!gradients && !states && !moments && !diagnostics && !file.has("/expected/o"))
     throw InvalidArgument(file.file().string() +
                           ": /expected/o: expected a dataset to verify against, found nothing");
-  require_supported(file, Use::verify);
-  Job job = make_job(file, gradients, options.max_norm_sees_future);
+  // of exact attention this version knows the matrix alone
+  const bool is_matrix = file.variant() == "softmax" && holds_only_diagnostics(file);
+  if (!is_matrix) require_supported(file, Use::verify);
+  Job job = is_matrix ? make_diagnostics_job(file) : make_job(file, gradients, options.foresight);
   job.wants_state = states;
+  job.wants_moments = moments;
+  job.wants_diagnostics = diagnostics;
   Verification result;
   const std::string& dtype = options.execution.dtype;
   for (const Scalar scalar :
@@ -384,7 +453,7 @@ void add_verify(CLI::App& app, Action& action) {
   command->add_option("FILE.h5", options->files, "Files with /expected or /expected_grad")
       ->required();
   options->execution.add_to(*command, "all", "all");
-  add_max_norm_option(*command, options->max_norm_sees_future);
+  add_foresight_options(*command, options->foresight);
   command->add_flag(
       "--brief", options->brief,
       "Show of each file only what failed and the comparison nearest to its tolerance");
