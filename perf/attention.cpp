@@ -8,7 +8,7 @@
 //
 // Groups of rows:
 //   main           every variant in fp32 and fp64, D = 64 and 128, no fewer heads than threads
-//   lln_over_elu   ratio of times
+//   lln_over_elu, lln_diag_over_lln   ratio of times
 //   few_heads      ratio of times of a token, one head over many, and the same number of tokens
 //   next_n         ratio of times of a FLOP, N + 1 over N
 //   linear_in_n    ratio of times of a token, N = 65,536 over N = 4,096
@@ -52,6 +52,11 @@ void add_ratios() {
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     for (const Problem& p : {shape(1, many_heads(), 4096, 64), shape(1, many_heads(), 2048, 128)})
       add_ratio("lln_over_elu", pass, job<T, Elu>(p), job<T, Lln>(p), PerToken{});
+    for (const bool causal : {true, false}) {
+      const Problem p = shape(1, many_heads(), 4096, 64);
+      add_ratio("lln_diag_over_lln", pass, job<T, Lln>(p, causal), job<T, LlnDiag>(p, causal),
+                PerToken{});
+    }
   }
 }
 

@@ -27,6 +27,7 @@ TYPE_NAMES = {"f32": "fp32", "f64": "fp64", "f16": "fp16", "bf16": "bf16"}
 EFF = {"free": {"forward": 0.60, "backward": 0.50}, "elu": {"forward": 0.50, "backward": 0.45}}
 FEW_HEADS = 0.8  # throughput of one head over that of many
 LLN_OVER_ELU = 1.25  # time
+LLN_DIAG_OVER_LLN = {"causal": 1.7, "full": 2.3}  # time, D = 64
 JUMP = 2.0  # time of a FLOP between neighbours
 GPU_EFF = {"forward": 0.35, "backward": 0.25}
 
@@ -107,7 +108,7 @@ def eff_lines(files):
     return lines
 
 
-def ratio_lines(files):
+def lln_lines(files):
     lines = []
     for scalar in ("f32", "f64"):
         for d in (64, 128):
@@ -123,6 +124,21 @@ def ratio_lines(files):
                         cells,
                     )
                 )
+    for scalar in ("f32", "f64"):
+        for mask, bar in LLN_DIAG_OVER_LLN.items():
+            for passes in PASSES:
+                cells = []
+                for file in files:
+                    rows = file.of("lln_diag_over_lln", passes=passes, type=scalar)
+                    row = one([r for r in rows if r.mask == mask])
+                    cells.append(at_most(row["ratio"], bar, [row]) if row else MISSING)
+                what = f"time of lln-diag over lln, {TYPE_NAMES[scalar]}, D = Dv = 64, {mask}, {passes}"
+                lines.append(Line(what, f"<= {bar:.1f}", cells))
+    return lines
+
+
+def few_heads_lines(files):
+    lines = []
     for variant in ("relu", "elu"):
         for passes in PASSES:
             cells = []
@@ -284,7 +300,8 @@ def gpu_lines(files, gpu_files):
 def host_lines(files):
     lines = (
         eff_lines(files)
-        + ratio_lines(files)
+        + lln_lines(files)
+        + few_heads_lines(files)
         + cliff_lines(files)
         + linear_lines(files)
         + short_lines(files)

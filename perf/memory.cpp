@@ -11,6 +11,7 @@
 //   memory      N = 1,024 ... 32,768 at D = 32, 64, 128
 //   one_head    B H = 1, where sequences are cut into segments
 //   layer       attention of one layer of known models
+//   local       lln with exact attention inside blocks, D = 64
 //   small       smoke test
 //
 // Variants: those of the library, with dropout, centred values and the largest norm as the names
@@ -321,6 +322,7 @@ void register_rows() {
   const Engine<float, Affine> centred{.options = {.causal = true, .center_v = true}};
   const Engine<float, Affine> largest{.variant = {.qk_norm = QkNorm::max}, .options = {}};
   const Engine<float, Lln> lln;
+  const Engine<float, LlnDiag> lln_diag;
 
   const Problem little = shape(1, 2, 200, 24);
   add<float>("small", "affine", little, affine);
@@ -328,6 +330,7 @@ void register_rows() {
   add<float>("small", "affine_center_v", little, centred);
   add<float>("small", "affine_max", little, largest, false);
   add<float>("small", "lln", little, lln);
+  add<float>("small", "lln_diag", little, lln_diag);
   add<double>("small", "affine", little, Engine<double, Affine>());
   add<float>("small", "affine_states", little, TokenStates());
 
@@ -346,6 +349,8 @@ void register_rows() {
     }
   for (std::int64_t n = 2048; n <= 65536; n *= 2)
     add<float>("one_head", "affine", shape(1, 1, n, 64), affine);
+  for (std::int64_t n = 1024; n <= 32768; n *= 2)
+    add<float>("local", "lln_diag", shape(1, many_heads(), n, 64), lln_diag);
   // TinyLlama, Llama-3.2-1B, Pythia-1.4B
   for (const Problem& p : {shape(1, 32, 2048, 64), shape(1, 32, 4096, 64), shape(1, 16, 8192, 128)})
     add<float>("layer", "affine", p, affine);

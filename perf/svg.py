@@ -44,6 +44,8 @@ class _Series:
     marker: int
     dashed: bool
     joined: bool
+    marked: bool
+    errors: list  # half lengths of bars; None: no bars
 
 
 @dataclass
@@ -54,11 +56,12 @@ class Chart:
     series: list = field(default_factory=list)
     levels: list = field(default_factory=list)
 
-    def line(self, label, xs, ys, style=None, dashed=False, joined=True):
-        """A series; points that a logarithmic axis cannot show are left out. `style` chooses colour and marker."""
+    def line(self, label, xs, ys, style=None, dashed=False, joined=True, marked=True, errors=None):
+        """A series; points that a logarithmic axis cannot show are left out. `style` chooses colour and marker,
+        `errors` are drawn as bars from y - error to y + error."""
         points = [
-            (self._x(x), y)
-            for x, y in zip(xs, ys)
+            (self._x(x), y, error)
+            for x, y, error in zip(xs, ys, errors or [0] * len(ys))
             if math.isfinite(y) and (not self.y.log or y > 0) and (not self.x.log or x > 0)
         ]
         if not points:
@@ -73,6 +76,8 @@ class Chart:
                 style,
                 dashed,
                 joined and not self.x.categories,
+                marked,
+                [p[2] for p in points] if errors else None,
             )
         )
 
@@ -208,14 +213,22 @@ def _draw(chart):
             dash = ' stroke-dasharray="6 3"' if s.dashed else ""
             text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             out.append(f'<polyline class="line" points="{text}" stroke="{s.colour}"{dash}/>')
-        out += [_marker(s.marker, x, y, s.colour) for x, y in points]
+        for y, error, (x, _) in zip(s.ys, s.errors or [], points):
+            ends = [min(max(v, y_low), y_high) for v in (y - error, y + error)]
+            out.append(
+                f'<line class="line" x1="{x:.1f}" y1="{at_y(ends[0]):.1f}" x2="{x:.1f}" y2="{at_y(ends[1]):.1f}" '
+                f'stroke="{s.colour}" stroke-opacity="0.5"/>'
+            )
+        if s.marked:
+            out += [_marker(s.marker, x, y, s.colour) for x, y in points]
     for i, s in enumerate(chart.series):
         columns = chart.legend_columns
         x, y = LEFT + (i % columns) * (WIDTH - LEFT) / 2, HEIGHT + 6 + LEGEND_LINE * (i // columns)
         dash = ' stroke-dasharray="6 3"' if s.dashed else ""
         if s.joined:
             out.append(f'<line class="line" x1="{x}" y1="{y}" x2="{x + 24}" y2="{y}" stroke="{s.colour}"{dash}/>')
-        out.append(_marker(s.marker, x + 12, y, s.colour))
+        if s.marked:
+            out.append(_marker(s.marker, x + 12, y, s.colour))
         out.append(_text(x + 31, y + 4, s.label, "start"))
     return out
 

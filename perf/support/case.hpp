@@ -58,6 +58,25 @@ inline double recurrent_flops(const Problem& p, bool normalise, Pass pass) {
   return pass == Pass::backward ? a_row * (2 * queries + 3 * keys) : a_row * (queries + keys);
 }
 
+/// Pairs of a query and a key of its block in all heads, where blocks of `block` keys have exact
+/// attention of their own.
+inline double block_pairs(const Problem& p, std::int64_t block, bool causal) {
+  double pairs = 0;
+  for (std::int64_t i = 0; i < p.nq; ++i) {
+    const std::int64_t position = i + p.nk - p.nq, begin = position / block * block;
+    pairs += static_cast<double>((causal ? position + 1 : std::min(begin + block, p.nk)) - begin);
+  }
+  return pairs * static_cast<double>(p.batch * p.heads);
+}
+
+/// FLOPs of exact attention inside blocks: forward 2 D for a score and 2 Dv for a weighted value of
+/// each pair; backward twice that (dq, dk; dv and the gradient of a weight). Scores that are
+/// computed again earn no credit.
+inline double block_flops(const Problem& p, std::int64_t block, bool causal, Pass pass) {
+  const double forward = 2.0 * block_pairs(p, block, causal) * static_cast<double>(p.d + p.dv);
+  return pass == Pass::backward ? 2 * forward : forward;
+}
+
 /// Bytes that a pass has to read and write at least: q, k, v, o and, normalised, the denominators
 /// forward; q, k, v, do, dq, dk, dv and, normalised, o and the denominators backward.
 inline double compulsory_bytes(const Problem& p, bool normalise, Pass pass, std::size_t element,
@@ -116,7 +135,15 @@ class Case {
   bool normalise() const { return m_options.normalise.value_or(V::normalise_by_default); }
   /// A token is one position of one query head.
   double tokens() const { return static_cast<double>(m_p.batch * m_p.heads * m_p.nq); }
-  double flops(Pass pass) const { return recurrent_flops(m_p, normalise(), pass); }
+  double flops(Pass pass) const {
+    const double linear = recurrent_flops(m_p, normalise(), pass);
+    if constexpr (has_local_term_v<V>) {
+      const std::int64_t block = m_variant.local_term().block;
+      return linear + block_flops(m_p, block > 0 ? block : std::max<std::int64_t>(m_p.d, 1),
+                                  m_options.causal, pass);
+    }
+    return linear;
+  }
   double bytes(Pass pass) const {
     return compulsory_bytes(m_p, normalise(), pass, sizeof(T), sizeof(A));
   }

@@ -48,6 +48,13 @@ class Bars(ScriptTest):
         self.assertEqual(lines["eff, elu, fp32, D = Dv = 64, forward"].verdict, "disturbed")
         self.assertEqual(lines["eff, relu, fp64, D = Dv = 64, forward"].verdict, "missing")
 
+    def test_local_blocks_have_a_bar_for_each_mask(self):
+        cases = ("causal", 1.7, "ok"), ("causal", 1.8, "below"), ("full", 1.8, "ok"), ("full", 2.4, "below")
+        for mask, ratio, verdict in cases:
+            name = f"lln_diag_over_lln/backward/lln/f32/{mask}/B1/H8/N4096/D64/Dv64"
+            lines = self.lines(row(name, 1, ratio=ratio))
+            self.assertEqual(lines[f"time of lln-diag over lln, fp32, D = Dv = 64, {mask}, backward"].verdict, verdict)
+
     def test_few_heads_is_a_throughput(self):
         name = "few_heads/forward/relu/f32/causal/B1/H8/N8192/D64/Dv64"
         what = "throughput of B H = 1, N = 65,536 over that of many heads, relu, forward"

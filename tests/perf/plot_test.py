@@ -135,6 +135,21 @@ class Svg(unittest.TestCase):
         self.assertEqual((chart.series[0].xs, chart.series[0].ys), ([4], [3]))
         ElementTree.fromstring(svg.figure([chart]))
 
+    def test_lines_without_markers_and_bars_of_errors(self):
+        chart = svg.Chart("t", svg.Axis("x"), svg.Axis("y", low=0, high=4))
+        chart.line("theory", [0, 1], [1, 2], marked=False)
+        chart.line("measured", [0, 1, 2], [1, 2, math.nan], errors=[0.5, 9, 1])
+        root = ElementTree.fromstring(svg.figure([chart]))
+        bars = [e for e in root.iter(SVG + "line") if e.get("stroke-opacity")]
+        self.assertEqual(len(bars), 2)
+        frame = next(e for e in root.iter(SVG + "rect") if e.get("class") == "frame")
+        top, bottom = float(frame.get("y")), float(frame.get("y")) + float(frame.get("height"))
+        for bar in bars:  # one that is too long ends at the frame
+            for end in ("y1", "y2"):
+                self.assertTrue(top - 0.1 <= float(bar.get(end)) <= bottom + 0.1)
+        self.assertEqual(len([e for e in root.iter(SVG + "rect") if e.get("fill") == svg.COLOURS[1]]), 3)
+        self.assertEqual(list(root.iter(SVG + "circle")), [])
+
     def test_single_point_constant_and_empty_charts(self):
         for xs, ys in (([1], [1]), ([1, 2], [5, 5]), ([0, 1], [0, 0]), ([], [])):
             chart = svg.Chart("t", svg.Axis("x"), svg.Axis("y"))

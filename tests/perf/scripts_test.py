@@ -46,6 +46,8 @@ class Scripts(unittest.TestCase):
             ("scripts/bench", "--fast"),
             ("scripts/bench", "--quick", "--write-docs"),
             ("scripts/bench", "--affine", "--quick", "--write-docs"),
+            ("scripts/bench", "--lln", "--quick", "--write-docs"),
+            ("scripts/bench", "--affine", "--lln"),
         ):
             status, out, err = run(*command)
             self.assertEqual((status, out), (2, ""), command)
@@ -53,7 +55,7 @@ class Scripts(unittest.TestCase):
 
     def test_bench_names_its_options(self):
         err = run("scripts/bench", "--help")[2]
-        for option in ("--affine", "--quick", "--write-docs"):
+        for option in ("--affine", "--lln", "--quick", "--write-docs"):
             self.assertIn(option, err)
 
 
