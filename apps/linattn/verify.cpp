@@ -330,7 +330,7 @@ class Table {
             std::string_view scalar, const std::string& quantity, const std::string& error,
             const std::string& tolerance, const char* verdict) const {
     std::cout << padded(file, m_file_width) << padded(variant, m_variant_width) << padded(space, 8)
-              << padded(scalar, 7) << padded(quantity, 10) << padded(error, 11)
+              << padded(scalar, 7) << padded(quantity, 17) << padded(error, 11)
               << padded(tolerance, 11) << verdict << '\n';
   }
 
