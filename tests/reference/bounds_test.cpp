@@ -35,7 +35,9 @@ enum class Mistake {
   short_block_left_out,
   factors_swapped,       ///< r where p belongs
   uncombined_cotangent,  ///< the blocks' part of a gradient without p
-  ratio_without_block    ///< dr of ratio without o_diag
+  ratio_without_block,   ///< dr of ratio without o_diag
+  squares_without_half,  ///< taylor as 1 + x + x^2
+  no_gradient_of_square  ///< of |y|^2 / 2 in the logits of performer
 };
 
 template <class T>
@@ -49,6 +51,7 @@ T phi(Kernel kernel, T parameter, T x) {
   switch (kernel) {
     case Kernel::identity:
     case Kernel::affine:
+    case Kernel::cosine:
       return x;
     case Kernel::elu:
       return x > 0 ? x + 1 : std::exp(x);
@@ -56,8 +59,7 @@ T phi(Kernel kernel, T parameter, T x) {
       return std::max(x, T(0));
     case Kernel::quadratic:
       return x * x;
-    case Kernel::lln:
-    case Kernel::lln_diag:
+    default:
       break;
   }
   return std::exp(parameter * x);
@@ -69,6 +71,7 @@ T slope(Kernel kernel, T parameter, T x) {
   switch (kernel) {
     case Kernel::identity:
     case Kernel::affine:
+    case Kernel::cosine:
       return 1;
     case Kernel::elu:
       return x > 0 ? 1 : std::exp(x);
@@ -76,8 +79,7 @@ T slope(Kernel kernel, T parameter, T x) {
       return x > 0 ? T(1) : T(0);
     case Kernel::quadratic:
       return 2 * x;
-    case Kernel::lln:
-    case Kernel::lln_diag:
+    default:
       break;
   }
   return std::exp(parameter * x);
@@ -88,12 +90,19 @@ template <class T>
 struct Normed {
   const reference::Settings& settings;
   std::size_t d, largest = 0;
+  reference::Norm norm;
   std::vector<T> hat, factor;
 
   Normed(const reference::Settings& s, const T* x, std::size_t rows, std::size_t width)
-      : settings(s), d(width), hat(x, x + rows * width), factor(rows, T(1)) {
-    if (settings.kernel != Kernel::affine || settings.norm == reference::Norm::none) return;
-    const bool l2 = settings.norm == reference::Norm::l2;
+      : settings(s),
+        d(width),
+        norm(s.kernel == Kernel::affine   ? s.norm
+             : s.kernel == Kernel::cosine ? reference::Norm::l2
+                                          : reference::Norm::none),
+        hat(x, x + rows * width),
+        factor(rows, T(1)) {
+    if (norm == reference::Norm::none) return;
+    const bool l2 = norm == reference::Norm::l2;
     std::vector<T> squares(rows);
     for (std::size_t row = 0; row < rows; ++row) {
       for (std::size_t m = 0; m < d; ++m) squares[row] += x[row * d + m] * x[row * d + m];
@@ -115,14 +124,13 @@ struct Normed {
     };
     T all = 0;
     for (std::size_t row = 0; row < factor.size(); ++row) all += dot(row);
-    const bool constant =
-        settings.norm == reference::Norm::none || mistake == Mistake::no_gradient_of_norm;
+    const bool constant = norm == reference::Norm::none || mistake == Mistake::no_gradient_of_norm;
     const std::size_t carrier = mistake == Mistake::norm_of_last_row ? factor.size() - 1 : largest;
     for (std::size_t row = 0; row < factor.size(); ++row) {
-      const T along = constant                               ? T(0)
-                      : settings.norm == reference::Norm::l2 ? dot(row)
-                      : row == carrier                       ? all
-                                                             : T(0);
+      const T along = constant                      ? T(0)
+                      : norm == reference::Norm::l2 ? dot(row)
+                      : row == carrier              ? all
+                                                    : T(0);
       for (std::size_t m = 0; m < d; ++m)
         dx[row * d + m] += factor[row] * (d_hat[row * d + m] - hat[row * d + m] * along);
     }
@@ -144,7 +152,7 @@ T noise_factor(const reference::Settings& settings, std::uint64_t e) {
                     (radius * (e & 1 ? std::sin(angle) : std::cos(angle)));
 }
 
-/// Softmax inside blocks with a running maximum, and its gradients, in T.
+/// Softmax inside blocks, or of all keys, with a running maximum, and its gradients, in T.
 template <class T>
 struct Blocks {
   const Case<T>& c;
@@ -153,7 +161,9 @@ struct Blocks {
   template <class Visit>
   void for_each(Visit&& visit) const {
     const auto& p = c.problem;
-    const std::int64_t block = c.settings.block > 0 ? c.settings.block : p.d;
+    const std::int64_t block = exact()                ? p.nq + p.nk
+                               : c.settings.block > 0 ? c.settings.block
+                                                      : p.d;
     for (std::int64_t head = 0; head < p.batch * p.heads; ++head)
       for (std::int64_t i = 0; i < p.nq; ++i) {
         const std::int64_t position =
@@ -168,7 +178,11 @@ struct Blocks {
       }
   }
 
-  T scale() const { return T(1) / std::sqrt(static_cast<T>(c.problem.d)); }
+  bool exact() const { return c.settings.kernel == Kernel::softmax; }
+  T scale() const {
+    return exact() ? static_cast<T>(c.settings.score_scale)
+                   : T(1) / std::sqrt(static_cast<T>(c.problem.d));
+  }
   T score(std::size_t i, std::size_t j) const {
     const auto d = static_cast<std::size_t>(c.problem.d);
     T dot = 0;
@@ -274,9 +288,123 @@ Recurrence<T> combined(const Case<T>& c, Mistake mistake, T unit, T least) {
   return out;
 }
 
+/// Softmax attention over all keys.
+template <class T>
+Recurrence<T> exact_attention(const Case<T>& c, Mistake mistake, T unit, T least) {
+  const Blocks<T> blocks{c, mistake};
+  const auto [o, logs] = blocks.forward();
+  Recurrence<T> out{o, {}};
+  out.gradient.q.resize(c.tensors.q.size());
+  out.gradient.k.resize(c.tensors.k.size());
+  out.gradient.v.resize(c.tensors.v.size());
+  blocks.backward(o, logs, c.d_o, unit, least, out.gradient);
+  return out;
+}
+
+/// Features of the rows of q and k, `width` for each, and a linear kernel of them. pull_back(x, df,
+/// dx) adds the gradient with respect to one row.
+template <class T, class Map, class PullBack>
+Recurrence<T> mapped(const Case<T>& c, Kernel kernel, std::int64_t width, Map map,
+                     PullBack pull_back, Mistake mistake, T unit, T least) {
+  const auto d = static_cast<std::size_t>(c.problem.d), r = static_cast<std::size_t>(width);
+  const auto features = [&](const std::vector<T>& x) {
+    std::vector<T> f(x.size() / d * r);
+    for (std::size_t row = 0; row * d < x.size(); ++row)
+      map(x.data() + row * d, f.data() + row * r);
+    return f;
+  };
+  auto inner = c;
+  inner.problem.d = width;
+  inner.settings.kernel = kernel;
+  inner.settings.projection.clear();
+  if (kernel == Kernel::lln) {
+    inner.settings.alpha.assign(static_cast<std::size_t>(c.problem.heads), 1);
+    inner.settings.beta.assign(static_cast<std::size_t>(c.problem.kv_heads), 1);
+  }
+  inner.tensors.q = features(c.tensors.q);
+  inner.tensors.k = features(c.tensors.k);
+  auto out = recurrence(inner, mistake, unit, least);
+  const auto pulled = [&](const std::vector<T>& x, const std::vector<T>& df) {
+    std::vector<T> dx(x.size());
+    for (std::size_t row = 0; row * d < x.size(); ++row)
+      pull_back(x.data() + row * d, df.data() + row * r, dx.data() + row * d);
+    return dx;
+  };
+  out.gradient.q = pulled(c.tensors.q, out.gradient.q);
+  out.gradient.k = pulled(c.tensors.k, out.gradient.k);
+  out.gradient.alpha.clear();
+  out.gradient.beta.clear();
+  return out;
+}
+
+/// The monomials of 1 + x + x^2/2, each pair of elements once.
+template <class T>
+Recurrence<T> taylor(const Case<T>& c, Mistake mistake, T unit, T least) {
+  const auto d = static_cast<std::size_t>(c.problem.d);
+  const T s = static_cast<T>(c.settings.score_scale);
+  const T first = std::sqrt(s);
+  const T square = mistake == Mistake::squares_without_half ? s : s * std::sqrt(T(0.5));
+  const auto map = [=](const T* x, T* f) {
+    *f++ = 1;
+    for (std::size_t a = 0; a < d; ++a) *f++ = first * x[a];
+    for (std::size_t a = 0; a < d; ++a) {
+      *f++ = square * x[a] * x[a];
+      for (std::size_t b = a + 1; b < d; ++b) *f++ = s * x[a] * x[b];
+    }
+  };
+  const auto pull_back = [=](const T* x, const T* df, T* dx) {
+    ++df;
+    for (std::size_t a = 0; a < d; ++a) dx[a] += first * *df++;
+    for (std::size_t a = 0; a < d; ++a) {
+      dx[a] += 2 * square * x[a] * *df++;
+      for (std::size_t b = a + 1; b < d; ++b, ++df) {
+        dx[a] += s * x[b] * *df;
+        dx[b] += s * x[a] * *df;
+      }
+    }
+  };
+  const auto width = static_cast<std::int64_t>(1 + d + d * (d + 1) / 2);
+  return mapped(c, Kernel::identity, width, map, pull_back, mistake, unit, least);
+}
+
+/// lln of the logits.
+template <class T>
+Recurrence<T> performer(const Case<T>& c, Mistake mistake, T unit, T least) {
+  const auto d = static_cast<std::size_t>(c.problem.d);
+  const std::vector<T> w(c.settings.projection.begin(), c.settings.projection.end());
+  const std::size_t features = w.size() / d;
+  const T factor = T(1) / std::sqrt(std::sqrt(static_cast<T>(d)));
+  const auto map = [&](const T* x, T* f) {
+    T squares = 0;
+    for (std::size_t a = 0; a < d; ++a) squares += (factor * x[a]) * (factor * x[a]);
+    for (std::size_t m = 0; m < features; ++m) {
+      T along = 0;
+      for (std::size_t a = 0; a < d; ++a) along += w[m * d + a] * (factor * x[a]);
+      f[m] = along - squares / 2;
+    }
+  };
+  const auto pull_back = [&](const T* x, const T* df, T* dx) {
+    T all = 0;
+    for (std::size_t m = 0; m < features; ++m) all += df[m];
+    if (mistake == Mistake::no_gradient_of_square) all = 0;
+    for (std::size_t a = 0; a < d; ++a) {
+      T sum = 0;
+      for (std::size_t m = 0; m < features; ++m) sum += df[m] * w[m * d + a];
+      dx[a] += factor * (sum - factor * x[a] * all);
+    }
+  };
+  auto scaled = c;
+  if (!c.settings.normalise) scaled.settings.scale /= static_cast<double>(features);
+  return mapped(scaled, Kernel::lln, static_cast<std::int64_t>(features), map, pull_back, mistake,
+                unit, least);
+}
+
 template <class T>
 Recurrence<T> recurrence(const Case<T>& c, Mistake mistake, T unit, T least) {
   if (c.settings.kernel == Kernel::lln_diag) return combined(c, mistake, unit, least);
+  if (c.settings.kernel == Kernel::softmax) return exact_attention(c, mistake, unit, least);
+  if (c.settings.kernel == Kernel::taylor) return taylor(c, mistake, unit, least);
+  if (c.settings.kernel == Kernel::performer) return performer(c, mistake, unit, least);
   const auto& p = c.problem;
   const auto& settings = c.settings;
   const auto kernel = settings.kernel;
@@ -391,7 +519,7 @@ Recurrence<T> recurrence(const Case<T>& c, Mistake mistake, T unit, T least) {
           if (lln) out.gradient.beta[g] += k[j * d + m] * by_feature;
         }
       }
-      if (affine) {
+      if (affine || kernel == Kernel::cosine) {
         normed_q.pull_back(dq, mistake, out.gradient.q.data() + q_head * nq * d);
         normed_k.pull_back(dk, mistake, out.gradient.k.data() + k_head * nk * d);
       } else {
@@ -472,10 +600,17 @@ constexpr Form forms[] = {
     {"affine_max_noise_clamped", Kernel::affine, reference::Norm::max, true, true},
     {"identity_noise_clamped", Kernel::identity, reference::Norm::l2, true, true},
     {"elu_noise", Kernel::elu, reference::Norm::l2, true},
-    {"lln_noise", Kernel::lln, reference::Norm::l2, true}};
+    {"lln_noise", Kernel::lln, reference::Norm::l2, true},
+    {"taylor", Kernel::taylor},
+    {"taylor_noise_clamped", Kernel::taylor, reference::Norm::l2, true, true},
+    {"cosine", Kernel::cosine},
+    {"cosine_noise_clamped", Kernel::cosine, reference::Norm::l2, true, true},
+    {"performer", Kernel::performer},
+    {"performer_noise", Kernel::performer, reference::Norm::l2, true}};
 
 /// Normalised always.
-constexpr Form block_forms[] = {{"lln_diag", Kernel::lln_diag},
+constexpr Form block_forms[] = {{"softmax", Kernel::softmax},
+                                {"lln_diag", Kernel::lln_diag},
                                 {"lln_diag_scale", Kernel::lln_diag, reference::Norm::l2, false,
                                  false, reference::Combine::scale, 16},
                                 {"lln_diag_ratio", Kernel::lln_diag, reference::Norm::l2, false,
@@ -547,6 +682,24 @@ TEST_P(ReferenceBounds, SeeMistakes) {
   std::vector<Mistake> mistakes{Mistake::last_key_dropped, Mistake::neighbour_value_column};
   if (c.settings.normalise)
     append(mistakes, {Mistake::no_denominator_gradient, Mistake::stale_output});
+  switch (c.settings.kernel) {
+    case Kernel::softmax:
+      mistakes = {Mistake::no_gradient_of_block_sum, Mistake::no_scale_of_block_scores};
+      if (c.settings.causal)
+        append(mistakes, {Mistake::block_sees_its_future, Mistake::block_of_query_number});
+      break;
+    case Kernel::taylor:
+      mistakes.push_back(Mistake::squares_without_half);
+      break;
+    case Kernel::cosine:
+      mistakes.push_back(Mistake::no_gradient_of_norm);
+      break;
+    case Kernel::performer:
+      mistakes.push_back(Mistake::no_gradient_of_square);
+      break;
+    default:
+      break;
+  }
   if (c.settings.kernel == Kernel::affine) {
     if (c.settings.normalise) mistakes.push_back(Mistake::no_count);
     if (c.settings.norm != reference::Norm::none) mistakes.push_back(Mistake::no_gradient_of_norm);

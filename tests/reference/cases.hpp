@@ -29,8 +29,16 @@ inline void PrintTo(Kernel kernel, std::ostream* out) { *out << kernel_name(kern
 namespace LinAttn::test_support {
 
 inline constexpr reference::Kernel all_kernels[] = {
-    reference::Kernel::identity,  reference::Kernel::elu, reference::Kernel::relu,
-    reference::Kernel::quadratic, reference::Kernel::lln, reference::Kernel::affine};
+    reference::Kernel::identity,  reference::Kernel::elu,    reference::Kernel::relu,
+    reference::Kernel::quadratic, reference::Kernel::lln,    reference::Kernel::affine,
+    reference::Kernel::softmax,   reference::Kernel::taylor, reference::Kernel::cosine,
+    reference::Kernel::performer};
+
+/// Whether a least normaliser is refused: sums of weights relative to the largest are 1 or more.
+constexpr bool has_no_small_sums(reference::Kernel kernel) {
+  return kernel == reference::Kernel::lln || kernel == reference::Kernel::softmax ||
+         kernel == reference::Kernel::performer;
+}
 
 /// Unit roundoff.
 template <class Real>
@@ -69,8 +77,8 @@ inline std::vector<double> parameters(Random& random, std::int64_t n, double low
 }
 
 /// Normal inputs at a distance of at least 1/4 from 0, where features have a kink or a zero. A
-/// normalised identity gets features near 1: with signed weights the denominator could pass through
-/// 0. Affine without norm gets rows of norms between 1/2 and 1.
+/// normalised identity or cosine gets features near 1: with signed weights the denominator could
+/// pass through 0. Affine without norm gets rows of norms between 1/2 and 1.
 inline std::vector<double> features(Random& random, const reference::Settings& settings,
                                     std::int64_t rows, std::int64_t d) {
   const std::int64_t n = rows * d;
@@ -85,14 +93,16 @@ inline std::vector<double> features(Random& random, const reference::Settings& s
     }
     return x;
   }
-  if (settings.kernel == reference::Kernel::identity && settings.normalise)
-    return random.normals(n, 1, 0.3);
+  const bool is_signed = settings.kernel == reference::Kernel::identity ||
+                         settings.kernel == reference::Kernel::cosine;
+  if (is_signed && settings.normalise) return random.normals(n, 1, 0.3);
   auto x = random.normals(n);
   for (double& element : x) element = std::copysign(std::max(std::abs(element), 0.25), element);
   return x;
 }
 
-/// Numbers of a case depend on the seed of the run and on `number`.
+/// Numbers of a case depend on the seed of the run and on `number`. Softmax and taylor get a scale
+/// of scores of their own, performer D + 2 features.
 template <class Real>
 Case<Real> random_case(const Problem& problem, reference::Settings settings, std::uint64_t number) {
   Random random(seed() + number);
@@ -106,6 +116,9 @@ Case<Real> random_case(const Problem& problem, reference::Settings settings, std
     settings.alpha = parameters(random, problem.heads, 0.5, 1);
     settings.constant = parameters(random, problem.heads, 1.0625, 1.5);
   }
+  if (reference::detail::is_of_scores(settings.kernel)) settings.score_scale = 0.4375;
+  if (settings.kernel == reference::Kernel::performer)
+    settings.projection = random.normals((problem.d + 2) * problem.d);
   const auto& p = problem;
   if (diag && settings.combine != reference::Combine::average)
     settings.diag_r = parameters(random, p.heads * p.dv, -1, 2);

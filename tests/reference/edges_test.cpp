@@ -43,8 +43,10 @@ TEST(ReferenceEdges, EveryExtentMayBeZero) {
         Problem problem = base;
         problem.*member = 0;
         if (member == &Problem::heads) problem.kv_heads = 0;
-        // Affine weights without features are b.
-        if (member == &Problem::d && kernel == Kernel::affine) continue;
+        // Weights without features are b, or 1.
+        if (member == &Problem::d && (kernel == Kernel::affine || kernel == Kernel::performer ||
+                                      reference::detail::is_of_scores(kernel)))
+          continue;
         expect_zero(random_case<Real>(problem, {.kernel = kernel, .normalise = normalise}, 1));
         if (member != &Problem::nk)
           expect_zero(random_case<Real>(
@@ -151,7 +153,11 @@ TEST(ReferenceEdges, KernelNames) {
   EXPECT_EQ(reference::kernel_from_name("elu"), Kernel::elu);
   EXPECT_EQ(reference::kernel_from_name("lln"), Kernel::lln);
   EXPECT_EQ(reference::kernel_from_name("affine"), Kernel::affine);
-  for (const char* name : {"", "Elu", "elu ", "softmax"}) {
+  EXPECT_EQ(reference::kernel_from_name("softmax"), Kernel::softmax);
+  EXPECT_EQ(reference::kernel_from_name("taylor"), Kernel::taylor);
+  EXPECT_EQ(reference::kernel_from_name("cosine"), Kernel::cosine);
+  EXPECT_EQ(reference::kernel_from_name("performer"), Kernel::performer);
+  for (const char* name : {"", "Elu", "elu ", "soft-max"}) {
     try {
       (void)reference::kernel_from_name(name);
       FAIL() << "accepted '" << name << "'";

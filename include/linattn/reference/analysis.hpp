@@ -276,11 +276,14 @@ Diagnostics<Real> diagnostics(const Matrix<Real>& p, bool causal) {
   constexpr Real none = std::numeric_limits<Real>::quiet_NaN();
   const auto bits = [](Real x) { return x > 0 ? -x * std::log2(x) : x * 0; };
   const auto variance = [](const std::vector<Real>& x) {
-    Sum<Real> sum, squares;
+    Sum<Real> sum, squares;  // of differences to the first: equal numbers have exactly none
     const Real n = static_cast<Real>(x.size());
-    for (const Real element : x) sum.add(element);
+    for (const Real element : x) sum.add(element - x.front());
     const Real mean = sum.value() / n;
-    for (const Real element : x) squares.add((element - mean) * (element - mean));
+    for (const Real element : x) {
+      const Real off = (element - x.front()) - mean;
+      squares.add(off * off);
+    }
     return squares.value() / n;
   };
 

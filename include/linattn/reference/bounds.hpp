@@ -95,6 +95,22 @@
 /// beside what lln has for the cotangent r g. The part |r| of E(p) is the rounding of a given r,
 /// which 1 - r can magnify.
 ///
+/// **Weights of scores.** With x_ij = s q_i . k_j and X_ij = sum_d |s q_id k_jd|,
+///
+///     softmax  chi_i = 1 + ln m_i + max_j X_ij     as inside blocks, m_i the keys of the row
+///              B(w_ij) = w_ij,                     |dw/dq_id| = w_ij |s k_jd|
+///     taylor   chi = 1, B(w_ij) = 1 + X_ij + X_ij^2 / 2, as the sum over monomials has it
+///              |dw/dq_id| = (1 + X_ij) |s k_jd|    dk likewise with |q_id|
+///
+/// **Cosine** has the E of affine with a s = 1 and b = 0.
+///
+/// **Performer** has the E of lln on the logits, with chi from what the logits themselves cost: y =
+/// x / D^(1/4) and
+///
+///     L(x)   = max_m sum_d |w_md y_d| + |y|^2 / 2
+///     chi_i  = 1 + L(q_i) + max_{j in V(i)} L(k_j)
+///     E(dx_d) = (sum_m F_m |w_md| + |y_d| sum_m F_m) / D^(1/4),   F the E of the logits
+///
 /// The condition of a term: an elementwise feature has a fixed number of roundings, chi = 1, but
 /// exp(x) computed through a scaled argument has the absolute error of that argument as relative
 /// error, so elu has chi = 1 + max(0, -x) (the larger of both factors), and lln
@@ -105,8 +121,8 @@
 ///
 /// The bound means something only while count * u * kappa_i << 1; tests keep their denominators
 /// there. Underflow is outside this model; `floor` brings it in: an exponential feature (elu) or
-/// term relative to the largest of its row (lln) counts as at least so much. Pass smallest normal
-/// number / u of the tested type where a test drives features that far down.
+/// term relative to the largest of its row (lln, softmax, performer) counts as at least so much.
+/// Pass smallest normal number / u of the tested type where a test drives features that far down.
 
 namespace LinAttn::reference {
 
@@ -182,6 +198,36 @@ void add_pulled_back(const NormedRows<Real>& x, const std::vector<std::size_t>& 
   const std::size_t row = x.largest[rows.front()];
   for (std::size_t c = 0; c < d; ++c)
     to[row * d + c] += factor * std::abs(x.hat[row * d + c] * all / x.divisor[row]);
+}
+
+/// The same for one cotangent of logits.
+template <class Real>
+void add_pulled_back(const ProjectedRows<Real>& x, const std::vector<std::size_t>& rows,
+                     const std::vector<Real>& d_logits, Real factor, std::vector<Real>& to) {
+  std::vector<Real> dx(x.width);
+  for (std::size_t n = 0; n < rows.size(); ++n) {
+    x.pull_back_row(rows[n], d_logits.data() + n * x.features, dx.data(), false);
+    for (std::size_t c = 0; c < x.width; ++c) to[rows[n] * x.width + c] += factor * std::abs(dx[c]);
+  }
+}
+
+/// X_ij of the keys that a row sees.
+template <class Real>
+std::vector<Real> score_sizes(const Row<Real>& row, const Tensors<Real>& tensors, std::size_t d,
+                              Real scale) {
+  std::vector<Real> sizes(row.keys.size());
+  for (std::size_t j = 0; j < sizes.size(); ++j)
+    for (std::size_t c = 0; c < d; ++c)
+      sizes[j] += std::abs(scale * tensors.q[row.query * d + c] * tensors.k[row.keys[j] * d + c]);
+  return sizes;
+}
+
+/// chi_i of softmax.
+template <class Real>
+Real softmax_condition(const std::vector<Real>& sizes) {
+  if (sizes.empty()) return 1;
+  return 1 + std::log(static_cast<Real>(sizes.size())) +
+         *std::max_element(sizes.begin(), sizes.end());
 }
 
 }  // namespace detail
@@ -284,10 +330,12 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
   detail::check_cotangent(problem, d_o);
   if (settings.kernel == Kernel::lln_diag)
     return detail::combined_magnitudes(problem, settings, tensors, d_o, floor);
-  const std::size_t d = rows.d(), dv = rows.dv();
+  const std::size_t d = rows.width(), dv = rows.dv();
   const bool elu = settings.kernel == Kernel::elu;
 
   auto sums = detail::no_magnitudes(problem, settings, tensors, d_o);
+  sums.q.resize(rows.query_elements());  // pulled back at the end
+  sums.k.resize(rows.key_elements());
 
   struct Bounds {
     Real value = 0, error = 0;
@@ -296,11 +344,11 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
     Real value, by_query, by_key, chi;
   };
   std::vector<Term> terms;
+  std::vector<Real> sizes;
   std::vector<Bounds> weights, noise(dv), g(dv);
   rows.for_each([&](const detail::Row<Real>& row) {
     if (row.vanishes(settings.normalise)) return;
     const std::size_t keys = row.keys.size();
-    const Real* q = tensors.q.data() + row.query * d;
     for (std::size_t c = 0; c < dv; ++c) {
       const std::size_t e = row.query * dv + c;
       noise[c] = {std::abs(detail::noise_factor<Real>(settings, e)), 0};
@@ -311,13 +359,22 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
                 std::max(Real(1), normal_of<Real>(settings.seed, settings.offset, e).radius);
       g[c] = {std::abs(d_o[e]) * noise[c].value, std::abs(d_o[e]) * noise[c].error};
     }
+    // Of no use for performer, whose features are of logits.
+    const auto q = [&](std::size_t c) { return tensors.q[row.query * d + c]; };
     const auto k = [&](std::size_t j, std::size_t c) { return tensors.k[row.keys[j] * d + c]; };
     const auto abs_v = [&](std::size_t j, std::size_t c) {
       return std::abs(tensors.v[row.keys[j] * dv + c]);
     };
 
     Real row_chi = 1;
-    if (rows.exponential() && keys > 0) {
+    if (rows.of_scores()) sizes = detail::score_sizes(row, tensors, d, rows.score_scale());
+    if (rows.softmax()) row_chi = detail::softmax_condition(sizes);
+    if (rows.performer() && keys > 0) {
+      Real key = 0;
+      for (const std::size_t j : row.keys) key = std::max(key, rows.projected_keys().sizes[j]);
+      row_chi += rows.projected_queries().sizes[row.query] + key;
+    }
+    if (rows.has_rates() && keys > 0) {
       Real query = 0, key = 0;
       for (std::size_t c = 0; c < d; ++c) {
         query = std::max(query, std::abs(rows.query_feature(row, c).exponent.high));
@@ -335,22 +392,31 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
         weights[j] = {std::abs(rows.b(row)), std::abs(rows.b(row))};
         denominator_error += std::abs(rows.b(row));
       }
+      if (rows.of_scores()) {
+        const Real x = sizes[j];
+        const Real w = rows.softmax() ? row.weights[j] + floor : 1 + x + x * x / 2;
+        const Real gain = std::abs(rows.score_scale()) * (rows.softmax() ? w : 1 + x);
+        weights[j] = {w, w * row_chi};
+        denominator_error += w * row_chi;
+        for (std::size_t c = 0; c < d; ++c)
+          terms[j * d + c] = {0, gain * std::abs(k(j, c)), gain * std::abs(q(c)), row_chi};
+        continue;
+      }
       for (std::size_t c = 0; c < d; ++c) {
         Term& term = terms[j * d + c];
         if (rows.exponential()) {
           const Real t = row.terms[j * d + c] + floor;
-          term = {t, std::abs(static_cast<Real>(settings.alpha[row.head])) * t,
-                  std::abs(static_cast<Real>(settings.beta[row.kv_head])) * t, row_chi};
+          term = {t, std::abs(rows.query_rate(row)) * t, std::abs(rows.key_rate(row)) * t, row_chi};
         } else {
           const auto& x = rows.query_feature(row, c);
           const auto& y = rows.key_feature(row, j, c);
-          const Real x_floor = elu && q[c] <= 0 ? floor : 0,
+          const Real x_floor = elu && q(c) <= 0 ? floor : 0,
                      y_floor = elu && k(j, c) <= 0 ? floor : 0;
           const Real x_value = std::abs(x.value) + x_floor, y_value = std::abs(y.value) + y_floor;
           const Real rate = std::abs(rows.rate(row));
           term = {rate * (x_value * y_value), rate * ((std::abs(x.slope) + x_floor) * y_value),
                   rate * (x_value * (std::abs(y.slope) + y_floor)),
-                  elu ? 1 + std::max({Real(0), -q[c], -k(j, c)}) : Real(1)};
+                  elu ? 1 + std::max({Real(0), -q(c), -k(j, c)}) : Real(1)};
         }
         weights[j].value += term.value;
         weights[j].error += term.value * term.chi;
@@ -391,8 +457,8 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
         const Real error = term.chi * dw.value + dw.error;
         sums.q[row.query * d + c] += term.by_query * error;
         sums.k[row.keys[j] * d + c] += term.by_key * error;
-        if (!rows.exponential()) continue;
-        sums.alpha[row.head] += std::abs(q[c]) * term.value * error;
+        if (!rows.has_rates()) continue;
+        sums.alpha[row.head] += std::abs(q(c)) * term.value * error;
         sums.beta[row.kv_head] += std::abs(k(j, c)) * term.value * error;
       }
       if (!rows.affine()) continue;
@@ -404,8 +470,13 @@ Magnitudes<Real> magnitudes(const Problem& problem, const Settings& settings,
       sums.constant[row.head] += dw.error;
     }
   });
-  sums.q = detail::pulled_back_bounds(rows.normed_queries(), sums.q);
-  sums.k = detail::pulled_back_bounds(rows.normed_keys(), sums.k);
+  if (rows.performer()) {
+    sums.q = rows.projected_queries().pull_back(sums.q, true);
+    sums.k = rows.projected_keys().pull_back(sums.k, true);
+  } else {
+    sums.q = detail::pulled_back_bounds(rows.normed_queries(), sums.q);
+    sums.k = detail::pulled_back_bounds(rows.normed_keys(), sums.k);
+  }
   return sums;
 }
 
@@ -472,8 +543,9 @@ Magnitudes<Real> combined_output_effects(const Problem& problem, const Settings&
 /// dq_id changes by up to eps_i |sum_j dt/dx|, dk_jd by sum_i eps_i |dt/dy|, dalpha by sum_i eps_i
 /// |sum_jd q_id t|, dbeta by sum_i eps_i |sum_jd k_jd t|, da by sum_i eps_i |s sum_j qhat . khat|,
 /// ds likewise with a, db by sum_i eps_i m_i; o itself by max(unit |o|, least), dv not at all, and
-/// without normaliser or where its sum is replaced no gradient does. For affine what a row i
-/// changes in dqhat and dkhat is pulled back before absolute values are taken. With noise it is y
+/// without normaliser or where its sum is replaced no gradient does. For affine and cosine what a
+/// row i changes in dqhat and dkhat is pulled back before absolute values are taken, and so is what
+/// it changes in the logits of performer. With noise it is y
 /// that is kept, and -e_i = d_o . y / s_i: o means y above, and g means d_o.
 ///
 /// Of lln-diag it is both branches' outputs that are kept, or combined after they were stored, each
@@ -494,7 +566,7 @@ Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& 
   detail::check_cotangent(problem, d_o);
   if (settings.kernel == Kernel::lln_diag)
     return detail::combined_output_effects(problem, settings, tensors, d_o, unit, least);
-  const std::size_t d = rows.d(), dv = rows.dv();
+  const std::size_t d = rows.width(), dv = rows.dv();
   auto effects = detail::no_magnitudes(problem, settings, tensors, d_o);
   std::vector<Real> by_query(d), by_key;
   rows.for_each([&](const detail::Row<Real>& row) {
@@ -518,14 +590,20 @@ Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& 
       for (std::size_t c = 0; c < d; ++c) {
         by_query[c] += rows.by_query(row, j, c);
         by_key[j * d + c] = rows.by_key(row, j, c);
+        if (!rows.has_rates()) continue;
         by_alpha += tensors.q[row.query * d + c] * row.terms[j * d + c];
         by_beta += tensors.k[row.keys[j] * d + c] * row.terms[j * d + c];
       }
       if (rows.affine()) score += rows.score(row, j);
     }
-    detail::add_pulled_back(rows.normed_queries(), {row.query}, by_query, change, effects.q);
-    detail::add_pulled_back(rows.normed_keys(), row.keys, by_key, change, effects.k);
-    if (rows.exponential()) {
+    if (rows.performer()) {
+      detail::add_pulled_back(rows.projected_queries(), {row.query}, by_query, change, effects.q);
+      detail::add_pulled_back(rows.projected_keys(), row.keys, by_key, change, effects.k);
+    } else {
+      detail::add_pulled_back(rows.normed_queries(), {row.query}, by_query, change, effects.q);
+      detail::add_pulled_back(rows.normed_keys(), row.keys, by_key, change, effects.k);
+    }
+    if (rows.has_rates()) {
       effects.alpha[row.head] += change * std::abs(by_alpha);
       effects.beta[row.kv_head] += change * std::abs(by_beta);
     }
@@ -536,6 +614,21 @@ Magnitudes<Real> rounded_output_effects(const Problem& problem, const Settings& 
     }
   });
   return effects;
+}
+
+/// E of log_sums(), (B,H,Nq): chi_i of softmax. Its factor is that of o.
+/// \throws InvalidArgument as log_sums()
+template <ReferenceReal Real>
+std::vector<Real> log_sum_magnitudes(const Problem& problem, const Settings& settings,
+                                     const Tensors<Real>& tensors) {
+  std::vector<Real> sizes = log_sums(problem, settings, tensors);
+  const detail::Rows<Real> rows(problem, settings, tensors);
+  rows.for_each([&](const detail::Row<Real>& row) {
+    sizes[row.query] = row.keys.empty() ? Real(0)
+                                        : detail::softmax_condition(detail::score_sizes(
+                                              row, tensors, rows.d(), rows.score_scale()));
+  });
+  return sizes;
 }
 
 /// Additions that a sum of n terms meets when runs of at most `run` consecutive terms are added up
@@ -549,8 +642,11 @@ constexpr double summation_depth(std::int64_t n, std::int64_t run) {
 /// u; lln three for the argument, one for each of two shifts of at most twice chi, and the
 /// exponential. Affine by its norm: none for none, else the root takes half of those of the sum of
 /// squares, depth(D) + 1 and one for eps, and there are three for the root, its inverse and the
-/// product: depth(D) / 2 + 4.
-/// \throws InvalidArgument for affine, if nothing is said of its norm
+/// product: depth(D) / 2 + 4; cosine likewise. Taylor: a constant with a root, and two products.
+/// Softmax has depth(D) + 13 in a weight, see rounding_counts(), and half of that counts as a
+/// feature's. Performer has those of lln and in a logit, of y twice two, a product and depth(D),
+/// and one for the difference: depth(D) + 6; and one of 1/M. \throws InvalidArgument for the
+/// kernels whose roundings depend on D
 constexpr double feature_roundings(Kernel kernel) {
   switch (kernel) {
     case Kernel::identity:
@@ -559,6 +655,7 @@ constexpr double feature_roundings(Kernel kernel) {
     case Kernel::quadratic:
       return 1;
     case Kernel::elu:
+    case Kernel::taylor:
       return 4;
     case Kernel::lln:
     case Kernel::lln_diag:
@@ -566,6 +663,11 @@ constexpr double feature_roundings(Kernel kernel) {
     case Kernel::affine:
       throw InvalidArgument(
           "LinAttn::reference: the roundings of an affine feature depend on its norm and on D");
+    case Kernel::softmax:
+    case Kernel::cosine:
+    case Kernel::performer:
+      throw InvalidArgument(LinAttn::detail::message("LinAttn::reference: the roundings of a ",
+                                                     kernel_name(kernel), " feature depend on D"));
   }
   return 9;
 }
@@ -573,8 +675,19 @@ constexpr double feature_roundings(Kernel kernel) {
 /// The same for any kernel; `run` as in rounding_counts().
 inline double feature_roundings(const Problem& problem, const Settings& settings,
                                 std::int64_t run = 0) {
-  if (settings.kernel != Kernel::affine) return feature_roundings(settings.kernel);
-  return settings.norm == Norm::none ? 0 : summation_depth(problem.d, run) / 2 + 4;
+  const double depth = summation_depth(problem.d, run);
+  switch (settings.kernel) {
+    case Kernel::affine:
+      return settings.norm == Norm::none ? 0 : depth / 2 + 4;
+    case Kernel::cosine:
+      return depth / 2 + 4;
+    case Kernel::softmax:
+      return (depth + 13) / 2;
+    case Kernel::performer:
+      return 9 + depth + 6 + 1;
+    default:
+      return feature_roundings(settings.kernel);
+  }
 }
 
 /// Roundings of n from the u of noise.hpp and of p n, in units of u max(1, r): u, the constant 2 pi
@@ -603,7 +716,7 @@ struct RoundingCounts {
 ///
 /// An implementation that adds in another pattern of no greater depth, a tree for one, is covered
 /// too. \param features roundings of one feature, feature_roundings(kernel) if that fits the
-/// implementation. Neither affine nor noise: see the overload.
+/// implementation. Kernels with one feature for every element, and no noise: see the overload.
 inline RoundingCounts rounding_counts(const Problem& problem, double features,
                                       std::int64_t run = 0) {
   const auto depth = [run](std::int64_t n) { return summation_depth(n, run); };
@@ -631,6 +744,10 @@ inline RoundingCounts rounding_counts(const Problem& problem, double features,
 ///              and depth(Nq), depth(Nk) for max      but for none, where dq = dqhat
 ///     da, ds : dqhat + 2 + depth(B Nq D)             db : dqhat + depth(B Nq)
 ///
+/// Cosine has the same without the five roundings and the addition. Performer has M for D, and in
+/// dq and dk depth(M) + 6 for what is pulled back. Taylor has 1 + D + D (D + 1) / 2 features for D,
+/// and in dq and dk depth(D + 1) + 3 for those that an element is in.
+///
 /// Noise adds its factor's roundings, and those of its products, to everything.
 ///
 /// LLN+Diag has the larger count of its parts, and its own on top. A weight of a block has, in
@@ -646,12 +763,20 @@ inline RoundingCounts rounding_counts(const Problem& problem, double features,
 ///     o          : 4 for r or p, its product, the sum and the rounding of a stored branch
 ///     dq, dk, dv : 4 for the cotangents' products, likewise, and the sum; also dalpha, dbeta
 ///     dr, dp     : that of o, 2 + depth(B Nq)
+///
+/// Softmax has o, dv, dq and dk as o_diag, dv, dq and dk of one block of all keys.
 inline RoundingCounts rounding_counts(const Problem& problem, const Settings& settings,
                                       std::int64_t run = 0) {
   const auto depth = [run](std::int64_t n) { return summation_depth(n, run); };
   const double features = feature_roundings(problem, settings, run);
   const bool affine = settings.kernel == Kernel::affine;
-  RoundingCounts counts = rounding_counts(problem, features + (affine ? 2.5 : 0), run);
+  Problem of_features = problem;
+  if (settings.kernel == Kernel::taylor)
+    of_features.d = 1 + problem.d + problem.d * (problem.d + 1) / 2;
+  if (settings.kernel == Kernel::performer)
+    of_features.d = static_cast<std::int64_t>(settings.projection.size()) /
+                    std::max<std::int64_t>(problem.d, 1);
+  RoundingCounts counts = rounding_counts(of_features, features + (affine ? 2.5 : 0), run);
   if (affine) {
     // One more in p, which o has twice and dw three times.
     counts.o += 2;
@@ -661,28 +786,45 @@ inline RoundingCounts rounding_counts(const Problem& problem, const Settings& se
     counts.alpha = counts.score_scale =
         counts.q + 2 + depth(problem.batch * problem.nq * problem.d);
     counts.constant = counts.q + depth(problem.batch * problem.nq);
-    if (settings.norm != Norm::none) {
-      const bool max = settings.norm == Norm::max;
-      const double pull = features + depth(problem.d) + 4;
-      counts.q += pull + (max ? depth(problem.longest_queries()) : 0);
-      counts.k += pull + (max ? depth(problem.longest_keys()) : 0);
-    }
     counts.beta = 0;
   }
-  if (settings.kernel == Kernel::lln_diag) {
-    const std::int64_t block = settings.block > 0 ? settings.block : problem.d;
+  if (settings.kernel == Kernel::cosine || (affine && settings.norm != Norm::none)) {
+    const bool max = affine && settings.norm == Norm::max;
+    const double pull = features + depth(problem.d) + 4;
+    counts.q += pull + (max ? depth(problem.longest_queries()) : 0);
+    counts.k += pull + (max ? depth(problem.longest_keys()) : 0);
+  }
+  if (settings.kernel == Kernel::performer || settings.kernel == Kernel::taylor) {
+    const double pull =
+        settings.kernel == Kernel::taylor ? depth(problem.d + 1) + 3 : depth(of_features.d) + 6;
+    counts.q += pull;
+    counts.k += pull;
+  }
+  if (settings.kernel == Kernel::softmax || settings.kernel == Kernel::lln_diag) {
+    const bool diag = settings.kernel == Kernel::lln_diag;
+    const std::int64_t block = !diag                ? std::max(problem.nk, problem.nq)
+                               : settings.block > 0 ? settings.block
+                                                    : problem.d;
     const double keys = depth(std::min(block, problem.nk));
     const double queries =
         depth(std::min(block, problem.nq) * std::max<std::int64_t>(problem.group(), 1));
     const double p = depth(problem.d) + 13 + 4 * keys + 2;
     const double dx = p + depth(problem.dv) + 6;
-    counts.o = std::max(counts.o, p) + 4;
-    counts.q = std::max(counts.q, dx + keys + 3) + 4;
-    counts.k = std::max(counts.k, dx + queries + 3) + 4;
-    counts.v = std::max(counts.v, p + queries) + 4;
-    counts.alpha += 4;
-    counts.beta += 4;
-    counts.diag_r = counts.diag_p = counts.o + 2 + depth(problem.batch * problem.nq);
+    if (diag) {
+      counts.o = std::max(counts.o, p) + 4;
+      counts.q = std::max(counts.q, dx + keys + 3) + 4;
+      counts.k = std::max(counts.k, dx + queries + 3) + 4;
+      counts.v = std::max(counts.v, p + queries) + 4;
+      counts.alpha += 4;
+      counts.beta += 4;
+      counts.diag_r = counts.diag_p = counts.o + 2 + depth(problem.batch * problem.nq);
+    } else {
+      counts = {};
+      counts.o = p;
+      counts.q = dx + keys + 3;
+      counts.k = dx + queries + 3;
+      counts.v = p + queries;
+    }
   }
   if (settings.dropout_p != 0)
     for (double* count : {&counts.o, &counts.q, &counts.k, &counts.v, &counts.alpha, &counts.beta,

@@ -31,6 +31,11 @@
 ///            t(x, y) = phi(x) phi(y)                 identity, elu, relu, quadratic
 ///            t(x, y) = exp(alpha_h x + beta_g y)     lln
 ///     w_ij = sum_d a_h s qhat_id khat_jd + b_h       affine
+///     w_ij = sum_d qhat_id khat_jd                   cosine
+///     w_ij = f(x_ij), x_ij = s q_i . k_j
+///            f(x) = exp(x)                           softmax
+///            f(x) = 1 + x + x^2/2                    taylor
+///     w_ij = (1/M) sum_m exp(l_m(q_i) + l_m(k_j))    performer
 ///     A_ij = w_ij / s_i,  s_i = sum_{j in V(i)} w_ij                    normalised
 ///     A_ij = scale w_ij                                                 not normalised
 ///     o_i  = sum_{j in V(i)} A_ij v_j
@@ -41,8 +46,23 @@
 ///
 /// that is log w_ij = c_i + log sum_d exp(alpha q_id + beta k_jd - c_i), and exp(c_i) cancels
 /// exactly in A. Every t lies in [0, 1] and one of them is 1, so nothing overflows and s_i >= 1.
+/// Likewise for softmax, with c_i the largest x_ij of the row, and for performer.
 ///
-/// ### Rows by their norm (affine)
+/// ### Positive random features (performer)
+///
+/// With the M rows w_m of the projection, which all heads share, and y = x / D^(1/4),
+///
+///     l_m(x) = w_m . y - |y|^2 / 2
+///
+/// so that w_ij = (1/M) sum_m exp(w_m . (y_q + y_k) - (|y_q|^2 + |y_k|^2) / 2): an estimate of
+/// exp(q_i . k_j / sqrt(D)) if the w_m are normal. It is lln with alpha = beta = 1 on rows of M
+/// logits, whose terms t are numbered m in place of d, and with dl_m = dL/dl_m
+///
+///     dx_d = (sum_m dl_m w_md - y_d sum_m dl_m) / D^(1/4).
+///
+/// Where the weights are divided by their sum, 1/M is left out.
+///
+/// ### Rows by their norm (affine and cosine)
 ///
 /// qhat_i = q_i / rho_i, and khat_j likewise from the rows of its key/value head, with
 ///
@@ -51,14 +71,15 @@
 ///     max   rho = |x_*|, the largest norm among the rows of the sequence (batch entry or packed
 ///           member) and head; x_* is the first row that has it. Hidden keys do not count.
 ///
-/// A rho of 0 is replaced by 1. Chain rule, for the gradient with respect to xhat:
+/// Cosine has l2. A rho of 0 is replaced by 1. Chain rule, for the gradient with respect to xhat:
 ///
 ///     l2    dx = (dxhat - xhat (xhat . dxhat)) / rho
 ///     max   dx = dxhat / rho, and dx_* -= xhat_* sum_{rows} (xhat . dxhat) / rho
 ///
 /// ### Small sums
 ///
-/// With a least normaliser g (not for lln, whose s_i >= 1), s_i is replaced by
+/// With a least normaliser g (not for lln, softmax and performer, whose s_i >= 1), s_i is replaced
+/// by
 ///
 ///     sign(s_i) max(|s_i|, g m_i)        sign(0) = +1, m_i the number of keys in V(i),
 ///
@@ -109,6 +130,7 @@
 ///     dbeta_g  = sum_{b,h,i,j,d} dw_ij k_jd t(q_id, k_jd)
 ///     da_h     = s sum_{b,i,j,d} dw_ij qhat_id khat_jd       db_h = sum_{b,i,j} dw_ij
 ///     ds       = sum_h a_h sum_{b,i,j,d} dw_ij qhat_id khat_jd
+///     dq_id    = sum_{j in V(i)} dw_ij f'(x_ij) s k_jd      softmax and taylor, dk likewise
 ///
 /// with dt/dx = phi'(x) phi(y), alpha t or a s khat (then pulled back to q), and likewise in y. In
 /// terms of responsibilities r_ijd = t / w_ij = softmax over d this is dlog w_ij / dq_id = alpha
@@ -123,9 +145,9 @@
 ///
 /// ### Accuracy
 ///
-/// All sums are compensated (Neumaier), the exponents of lln and of the softmax are formed without
-/// rounding error, so each sum is good to a few units roundoff of the sum of its absolute terms,
-/// independent of the extents. `long double` is the arbiter where the terms cancel.
+/// All sums are compensated (Neumaier), the exponents of lln, of the softmax and of performer are
+/// formed without rounding error, so each sum is good to a few units roundoff of the sum of its
+/// absolute terms, independent of the extents. `long double` is the arbiter where the terms cancel.
 
 namespace LinAttn::reference {
 
@@ -137,7 +159,11 @@ enum class Kernel {
   quadratic,  ///< phi(x) = x^2
   lln,        ///< phi_q(x) = exp(alpha x), phi_k(x) = exp(beta x)
   affine,     ///< w = a s qhat . khat + b
-  lln_diag    ///< lln and softmax inside blocks
+  lln_diag,   ///< lln and softmax inside blocks
+  softmax,    ///< w = exp(s q . k)
+  taylor,     ///< w = 1 + x + x^2/2, x = s q . k
+  cosine,     ///< w = qhat . khat
+  performer   ///< positive random features
 };
 
 /// What qhat and khat of affine are.
@@ -156,14 +182,18 @@ enum class Combine {
 
 namespace detail {
 
-inline constexpr std::array<std::pair<std::string_view, Kernel>, 7> kernel_names{
+inline constexpr std::array<std::pair<std::string_view, Kernel>, 11> kernel_names{
     {{"identity", Kernel::identity},
      {"elu", Kernel::elu},
      {"relu", Kernel::relu},
      {"quadratic", Kernel::quadratic},
      {"lln", Kernel::lln},
      {"affine", Kernel::affine},
-     {"lln-diag", Kernel::lln_diag}}};
+     {"lln-diag", Kernel::lln_diag},
+     {"softmax", Kernel::softmax},
+     {"taylor", Kernel::taylor},
+     {"cosine", Kernel::cosine},
+     {"performer", Kernel::performer}}};
 
 }  // namespace detail
 
@@ -202,9 +232,9 @@ struct Settings {
 
   using Norm = reference::Norm;
   std::vector<double> constant{};  ///< (H): b, affine only
-  double score_scale = 1;          ///< s of affine
+  double score_scale = 1;          ///< s of affine, of softmax and of taylor
   Norm norm = Norm::l2;            ///< affine only
-  double norm_eps = 1e-6;          ///< eps of l2
+  double norm_eps = 1e-6;          ///< eps of l2, affine and cosine
 
   std::optional<double> least_normaliser{};  ///< least |s_i| / m_i; absent: sums stay as they are
   double dropout_p = 0;                      ///< p of the noise; 0: none
@@ -216,6 +246,8 @@ struct Settings {
   Combine combine = Combine::average;
   std::vector<double> diag_r{};  ///< (H, Dv): r of scale and ratio; absent: 1/2
   std::vector<double> diag_p{};  ///< (H, Dv): p of scale; absent: 1/2
+
+  std::vector<double> projection{};  ///< (M, D): rows w_m of performer
 };
 
 /// Types the reference is computed in.
@@ -313,6 +345,38 @@ Pair<Real> inverse_root(Real n) {
   return {root, root * rest / 2};
 }
 
+/// sqrt(x), x > 0, by one step of Newton's method on the rounded value.
+template <class Real>
+Pair<Real> root(const Pair<Real>& x) {
+  const Real value = std::sqrt(x.high);
+  const Pair<Real> square = exact_product(value, value);
+  return {value, ((x.high - square.high) - square.low + x.low) / (2 * value)};
+}
+
+template <class Real>
+Pair<Real> product(const Pair<Real>& a, const Pair<Real>& b) {
+  Pair<Real> result = exact_product(a.high, b.high);
+  result.low += a.high * b.low + a.low * b.high;
+  return std::isfinite(result.high) ? result : Pair<Real>{result.high, 0};
+}
+
+/// x . y of two rows of d elements.
+template <class Real>
+Pair<Real> dot(const Real* x, const Real* y, std::size_t d) {
+  Sum<Real> sum;
+  for (std::size_t c = 0; c < d; ++c) {
+    const Pair<Real> term = exact_product(x[c], y[c]);
+    sum.add(term.high);
+    sum.add(term.low);
+  }
+  return sum.pair();
+}
+
+/// Whether the weight is a function of the score s q . k.
+constexpr bool is_of_scores(Kernel kernel) {
+  return kernel == Kernel::softmax || kernel == Kernel::taylor;
+}
+
 /// Queries and keys among which a query attends, as rows of its batch entry and head.
 struct Sequence {
   std::int64_t q_begin, q_end, k_begin, k_end;
@@ -344,7 +408,7 @@ template <class Real>
 struct Feature {
   Real value = 0;         ///< phi(x)
   Real slope = 0;         ///< phi'(x)
-  Pair<Real> exponent{};  ///< alpha x or beta x, lln only
+  Pair<Real> exponent{};  ///< alpha x or beta x of lln, l_m(x) of performer
 };
 
 template <class Real>
@@ -352,6 +416,9 @@ Feature<Real> feature(Kernel kernel, double parameter, Real x) {
   switch (kernel) {
     case Kernel::identity:
     case Kernel::affine:  // of xhat
+    case Kernel::cosine:  // likewise
+    case Kernel::softmax:
+    case Kernel::taylor:
       return {x, 1};
     case Kernel::elu:
       return x > 0 ? Feature<Real>{x + 1, 1} : Feature<Real>{std::exp(x), std::exp(x)};
@@ -362,6 +429,7 @@ Feature<Real> feature(Kernel kernel, double parameter, Real x) {
       return {x * x, 2 * x};
     case Kernel::lln:
     case Kernel::lln_diag:
+    case Kernel::performer:  // of l_m
       break;
   }
   return {0, 0, exact_product(static_cast<Real>(parameter), x)};
@@ -405,6 +473,67 @@ struct NormedRows {
   }
 };
 
+/// Logits of rows of q or k, and what the chain rule needs.
+template <class Real>
+struct ProjectedRows {
+  std::size_t width = 0;             ///< D
+  std::size_t features = 0;          ///< M
+  std::vector<Real> projection;      ///< M x D
+  Pair<Real> factor{1, 0};           ///< D^(-1/4)
+  std::vector<Pair<Real>> logits{};  ///< rows x M
+  std::vector<Real> sizes{};         ///< rows: largest sum of the absolute terms of a logit
+  std::vector<Real> scaled{};        ///< y = x / D^(1/4), rows x D
+
+  void project(const std::vector<Real>& x, std::size_t rows, const Pair<Real>& inverse_root_d) {
+    logits.resize(rows * features);
+    sizes.resize(rows);
+    scaled.resize(x.size());
+    for (std::size_t n = 0; n < x.size(); ++n) scaled[n] = x[n] * factor.high;
+    for (std::size_t row = 0; row < rows; ++row) {
+      const Real* at = x.data() + row * width;
+      const Pair<Real> half = product(dot(at, at, width), inverse_root_d);  // |y|^2, halved below
+      for (std::size_t m = 0; m < features; ++m) {
+        const Real* w = projection.data() + m * width;
+        const Pair<Real> along = product(dot(w, at, width), factor);
+        Pair<Real>& logit = logits[row * features + m];
+        logit = exact_sum(along.high, -half.high / 2);
+        logit.low += along.low - half.low / 2;
+        Real size = std::abs(half.high) / 2;
+        for (std::size_t c = 0; c < width; ++c) size += std::abs(w[c] * at[c]) * factor.high;
+        sizes[row] = std::max(sizes[row], size);
+      }
+    }
+  }
+
+  /// dx of one row from its dl, added up with absolute values if `absolute`.
+  void pull_back_row(std::size_t row, const Real* d_logits, Real* dx, bool absolute) const {
+    Sum<Real> all;
+    for (std::size_t m = 0; m < features; ++m) all.add(d_logits[m]);
+    for (std::size_t c = 0; c < width; ++c) {
+      const Real y = scaled[row * width + c];
+      Sum<Real> sum;
+      for (std::size_t m = 0; m < features; ++m) {
+        const Real w = projection[m * width + c];
+        sum.add(d_logits[m] * (absolute ? std::abs(w) : w));
+      }
+      sum.add(all.value() * (absolute ? std::abs(y) : -y));
+      dx[c] = sum.value() * factor.high;
+    }
+  }
+
+  /// Gradient with respect to x, given that with respect to the logits, or bounds of it. Rows
+  /// without gradient, and so those that nothing reads, keep none.
+  std::vector<Real> pull_back(const std::vector<Real>& d_logits, bool absolute = false) const {
+    std::vector<Real> dx(scaled.size());
+    for (std::size_t row = 0; row < sizes.size(); ++row) {
+      const Real* dl = d_logits.data() + row * features;
+      if (!std::all_of(dl, dl + features, [](Real x) { return x == 0; }))
+        pull_back_row(row, dl, dx.data() + row * width, absolute);
+    }
+    return dx;
+  }
+};
+
 /// One query row with the keys it sees.
 template <class Real>
 struct Row {
@@ -412,8 +541,10 @@ struct Row {
   std::size_t kv_head = 0;        ///< key/value head g
   std::size_t query = 0;          ///< row number in q and o
   std::vector<std::size_t> keys;  ///< row numbers in k and v of the visible keys
-  std::vector<Real> terms;        ///< t(q_id, k_jd) or a s qhat khat, keys x D
+  std::vector<Real> terms;        ///< t(q_id, k_jd) or a s qhat khat, keys x width
   std::vector<Real> weights;      ///< w_ij, keys
+  std::vector<Real> slopes;       ///< f'(x_ij), keys; softmax and taylor, which have no terms
+  Real shift = 0;                 ///< c_i, the logarithm of the unit of weights
   Real denominator = 0;           ///< s_i, or what replaces it
   bool replaced = false;          ///< whether something does
 
@@ -428,13 +559,18 @@ class Rows {
   Rows(const Problem& problem, const Settings& settings, const Tensors<Real>& tensors)
       : m_problem(problem), m_settings(settings), m_tensors(tensors) {
     check();
-    if (affine()) {
+    if (has_norm()) {
       m_normed_queries =
           normed(m_tensors.q, m_problem.heads, m_problem.nq, m_settings.cu_seqlens_q, {});
       m_normed_keys = normed(m_tensors.k, m_problem.kv_heads, m_problem.nk, m_settings.cu_seqlens_k,
                              m_settings.key_mask);
       m_queries = features(m_normed_queries.hat, m_problem.heads, m_problem.nq, {});
       m_keys = features(m_normed_keys.hat, m_problem.kv_heads, m_problem.nk, {});
+    } else if (performer()) {
+      m_projected_queries = projected(m_tensors.q, m_problem.heads * m_problem.nq);
+      m_projected_keys = projected(m_tensors.k, m_problem.kv_heads * m_problem.nk);
+      for (const auto& logit : m_projected_queries.logits) m_queries.push_back({0, 0, logit});
+      for (const auto& logit : m_projected_keys.logits) m_keys.push_back({0, 0, logit});
     } else {
       m_queries = features(m_tensors.q, m_problem.heads, m_problem.nq, m_settings.alpha);
       m_keys = features(m_tensors.k, m_problem.kv_heads, m_problem.nk, m_settings.beta);
@@ -443,15 +579,43 @@ class Rows {
 
   std::size_t d() const { return static_cast<std::size_t>(m_problem.d); }
   std::size_t dv() const { return static_cast<std::size_t>(m_problem.dv); }
-  bool exponential() const {
+  /// Elements of a row that features are of: D, or M logits.
+  std::size_t width() const { return performer() ? m_projected_keys.features : d(); }
+  std::size_t query_elements() const {
+    return width() * static_cast<std::size_t>(m_problem.batch * m_problem.heads * m_problem.nq);
+  }
+  std::size_t key_elements() const {
+    return width() * static_cast<std::size_t>(m_problem.batch * m_problem.kv_heads * m_problem.nk);
+  }
+  /// Whether terms are exponentials, and with rates alpha and beta.
+  bool exponential() const { return has_rates() || performer(); }
+  bool has_rates() const {
     return m_settings.kernel == Kernel::lln || m_settings.kernel == Kernel::lln_diag;
   }
   bool affine() const { return m_settings.kernel == Kernel::affine; }
+  bool has_norm() const { return affine() || m_settings.kernel == Kernel::cosine; }
+  bool performer() const { return m_settings.kernel == Kernel::performer; }
+  bool softmax() const { return m_settings.kernel == Kernel::softmax; }
+  bool of_scores() const { return is_of_scores(m_settings.kernel); }
   const NormedRows<Real>& normed_queries() const { return m_normed_queries; }
   const NormedRows<Real>& normed_keys() const { return m_normed_keys; }
+  const ProjectedRows<Real>& projected_queries() const { return m_projected_queries; }
+  const ProjectedRows<Real>& projected_keys() const { return m_projected_keys; }
+
+  /// Gradients with respect to q and k, given those with respect to what features are of.
+  std::vector<Real> pull_back_queries(const std::vector<Real>& d_x) const {
+    return performer() ? m_projected_queries.pull_back(d_x) : m_normed_queries.pull_back(d_x);
+  }
+  std::vector<Real> pull_back_keys(const std::vector<Real>& d_x) const {
+    return performer() ? m_projected_keys.pull_back(d_x) : m_normed_keys.pull_back(d_x);
+  }
 
   Real a(const Row<Real>& row) const { return static_cast<Real>(m_settings.alpha[row.head]); }
   Real b(const Row<Real>& row) const { return static_cast<Real>(m_settings.constant[row.head]); }
+  Real query_rate(const Row<Real>& row) const { return has_rates() ? a(row) : Real(1); }
+  Real key_rate(const Row<Real>& row) const {
+    return has_rates() ? static_cast<Real>(m_settings.beta[row.kv_head]) : Real(1);
+  }
   Real score_scale() const { return static_cast<Real>(m_settings.score_scale); }
   /// Factor of qhat . khat in the weight, 1 for other kernels.
   Real rate(const Row<Real>& row) const { return affine() ? a(row) * score_scale() : Real(1); }
@@ -464,22 +628,22 @@ class Rows {
   }
 
   const Feature<Real>& query_feature(const Row<Real>& row, std::size_t c) const {
-    return m_queries[row.query * d() + c];
+    return m_queries[row.query * width() + c];
   }
   const Feature<Real>& key_feature(const Row<Real>& row, std::size_t j, std::size_t c) const {
-    return m_keys[row.keys[j] * d() + c];
+    return m_keys[row.keys[j] * width() + c];
   }
 
-  /// dt/dx(q_ic, k_jc) for the j-th visible key; for affine with respect to qhat.
+  /// dw/dx of element c for the j-th visible key, x what features are of: q, qhat or logits.
   Real by_query(const Row<Real>& row, std::size_t j, std::size_t c) const {
-    if (exponential())
-      return static_cast<Real>(m_settings.alpha[row.head]) * row.terms[j * d() + c];
+    if (of_scores()) return row.slopes[j] * (score_scale() * m_tensors.k[row.keys[j] * d() + c]);
+    if (exponential()) return query_rate(row) * row.terms[j * width() + c];
     return rate(row) * (query_feature(row, c).slope * key_feature(row, j, c).value);
   }
-  /// dt/dy(q_ic, k_jc) for the j-th visible key; for affine with respect to khat.
+  /// The same for the key's row.
   Real by_key(const Row<Real>& row, std::size_t j, std::size_t c) const {
-    if (exponential())
-      return static_cast<Real>(m_settings.beta[row.kv_head]) * row.terms[j * d() + c];
+    if (of_scores()) return row.slopes[j] * (score_scale() * m_tensors.q[row.query * d() + c]);
+    if (exponential()) return key_rate(row) * row.terms[j * width() + c];
     return rate(row) * (query_feature(row, c).value * key_feature(row, j, c).slope);
   }
 
@@ -511,9 +675,12 @@ class Rows {
   }
 
   void weigh(Row<Real>& row) const {
-    row.terms.resize(row.keys.size() * d());
+    row.terms.resize(of_scores() ? 0 : row.keys.size() * width());
     row.weights.resize(row.keys.size());
-    if (exponential())
+    row.shift = 0;
+    if (of_scores())
+      score_weights(row);
+    else if (exponential())
       exponential_terms(row);
     else
       for (std::size_t j = 0; j < row.keys.size(); ++j)
@@ -523,10 +690,14 @@ class Rows {
     // s_i is summed from the elementary terms, not from the rounded w_ij.
     Sum<Real> denominator;
     for (std::size_t j = 0; j < row.keys.size(); ++j) {
+      if (of_scores()) {
+        denominator.add(row.weights[j]);
+        continue;
+      }
       Sum<Real> weight;
-      for (std::size_t c = 0; c < d(); ++c) {
-        weight.add(row.terms[j * d() + c]);
-        denominator.add(row.terms[j * d() + c]);
+      for (std::size_t c = 0; c < width(); ++c) {
+        weight.add(row.terms[j * width() + c]);
+        denominator.add(row.terms[j * width() + c]);
       }
       if (affine()) {
         weight.add(b(row));
@@ -542,27 +713,64 @@ class Rows {
     if (row.replaced) row.denominator = row.denominator < 0 ? -least : least;
   }
 
+  /// Largest of the exponents, what they are taken relative to.
+  Real shift_of(const std::vector<Pair<Real>>& exponents) const {
+    if (!m_settings.normalise || exponents.empty()) return 0;
+    Real shift = exponents.front().high;
+    for (const auto& exponent : exponents) shift = std::max(shift, exponent.high);
+    return shift == -std::numeric_limits<Real>::infinity() ? Real(0) : shift;
+  }
+
+  static Real exponential_of(const Pair<Real>& exponent, Real shift) {
+    const Pair<Real> relative = exact_sum(exponent.high, -shift);
+    const Real value = std::exp(relative.high);
+    return value + value * (relative.low + exponent.low);
+  }
+
+  void score_weights(Row<Real>& row) const {
+    const Pair<Real> scale{score_scale(), 0};
+    std::vector<Pair<Real>> scores(row.keys.size());
+    for (std::size_t j = 0; j < row.keys.size(); ++j)
+      scores[j] = product(
+          dot(m_tensors.q.data() + row.query * d(), m_tensors.k.data() + row.keys[j] * d(), d()),
+          scale);
+    row.slopes.resize(row.keys.size());
+    if (softmax()) row.shift = shift_of(scores);
+    for (std::size_t j = 0; j < row.keys.size(); ++j) {
+      const Real x = scores[j].high;
+      row.weights[j] = softmax() ? exponential_of(scores[j], row.shift) : 1 + x + x * x / 2;
+      row.slopes[j] = softmax() ? row.weights[j] : 1 + x;
+    }
+  }
+
   void exponential_terms(Row<Real>& row) const {
     std::vector<Pair<Real>> exponents(row.terms.size());
     for (std::size_t j = 0; j < row.keys.size(); ++j)
-      for (std::size_t c = 0; c < d(); ++c) {
+      for (std::size_t c = 0; c < width(); ++c) {
         const Pair<Real>& x = query_feature(row, c).exponent;
         const Pair<Real>& y = key_feature(row, j, c).exponent;
-        Pair<Real>& exponent = exponents[j * d() + c];
+        Pair<Real>& exponent = exponents[j * width() + c];
         exponent = exact_sum(x.high, y.high);
         exponent.low += x.low + y.low;
       }
-    Real shift = 0;
-    if (m_settings.normalise && !exponents.empty()) {
-      shift = exponents.front().high;
-      for (const auto& exponent : exponents) shift = std::max(shift, exponent.high);
-      if (shift == -std::numeric_limits<Real>::infinity()) shift = 0;
-    }
+    row.shift = shift_of(exponents);
+    const bool mean = performer() && !m_settings.normalise;  // else 1/M cancels
     for (std::size_t n = 0; n < exponents.size(); ++n) {
-      const Pair<Real> exponent = exact_sum(exponents[n].high, -shift);
-      const Real value = std::exp(exponent.high);
-      row.terms[n] = value + value * (exponent.low + exponents[n].low);
+      row.terms[n] = exponential_of(exponents[n], row.shift);
+      if (mean) row.terms[n] /= static_cast<Real>(width());
     }
+  }
+
+  ProjectedRows<Real> projected(const std::vector<Real>& x, std::int64_t rows) const {
+    const auto count = static_cast<std::size_t>(m_problem.batch * rows);
+    // Rows without elements have the weight 1 for any M.
+    ProjectedRows<Real> result{d(),
+                               d() == 0 ? 1 : m_settings.projection.size() / d(),
+                               {m_settings.projection.begin(), m_settings.projection.end()}};
+    const auto inverse = inverse_root(static_cast<Real>(std::max<std::int64_t>(m_problem.d, 1)));
+    result.factor = root(inverse);
+    result.project(x, count, inverse);
+    return result;
   }
 
   std::vector<Feature<Real>> features(const std::vector<Real>& x, std::int64_t heads,
@@ -583,15 +791,16 @@ class Rows {
                           const std::vector<std::uint8_t>& mask) const {
     const auto of = [](std::int64_t n) { return static_cast<std::size_t>(n); };
     const std::size_t count = of(m_problem.batch * heads * rows);
-    NormedRows<Real> result{m_settings.norm, d(), x, std::vector<Real>(count, 1), {}};
-    if (m_settings.norm == Norm::none) return result;
+    const Norm norm = affine() ? m_settings.norm : Norm::l2;
+    NormedRows<Real> result{norm, d(), x, std::vector<Real>(count, 1), {}};
+    if (norm == Norm::none) return result;
     for (std::size_t row = 0; row < count; ++row) {
       Sum<Real> squares;
       for (std::size_t c = 0; c < d(); ++c) squares.add(x[row * d() + c] * x[row * d() + c]);
-      if (m_settings.norm == Norm::l2) squares.add(static_cast<Real>(m_settings.norm_eps));
+      if (norm == Norm::l2) squares.add(static_cast<Real>(m_settings.norm_eps));
       result.divisor[row] = std::sqrt(squares.value());
     }
-    if (m_settings.norm == Norm::max) {
+    if (norm == Norm::max) {
       result.largest.resize(count);
       const std::vector<std::int64_t> borders =
           cu.empty() ? std::vector<std::int64_t>{0, rows} : cu;
@@ -631,18 +840,34 @@ class Rows {
     check_size("q", m_tensors.q.size(), p.batch * p.heads * p.nq * p.d);
     check_size("k", m_tensors.k.size(), p.batch * p.kv_heads * p.nk * p.d);
     check_size("v", m_tensors.v.size(), p.batch * p.kv_heads * p.nk * p.dv);
-    check_size("alpha", m_settings.alpha.size(), exponential() || affine() ? p.heads : 0);
-    check_size("beta", m_settings.beta.size(), exponential() ? p.kv_heads : 0);
+    check_size("alpha", m_settings.alpha.size(), has_rates() || affine() ? p.heads : 0);
+    check_size("beta", m_settings.beta.size(), has_rates() ? p.kv_heads : 0);
     check_size("constant", m_settings.constant.size(), affine() ? p.heads : 0);
+    check_projection();
     check_not_negative("norm_eps", m_settings.norm_eps);
     check_not_negative("dropout_p", m_settings.dropout_p);
     check_not_negative("least_normaliser", m_settings.least_normaliser.value_or(0));
-    if (m_settings.least_normaliser && exponential())
-      throw InvalidArgument("LinAttn::reference: lln has no small sums: no least_normaliser");
+    if (m_settings.least_normaliser && (exponential() || softmax()))
+      throw InvalidArgument(
+          LinAttn::detail::message("LinAttn::reference: ", kernel_name(m_settings.kernel),
+                                   " has no small sums: no least_normaliser"));
     if (!m_settings.key_mask.empty())
       check_size("key_mask", m_settings.key_mask.size(), p.batch * p.nk);
     check_packed();
     check_blocks();
+  }
+
+  /// As many rows of D elements as there are features, and at least one.
+  void check_projection() const {
+    const auto found = static_cast<std::int64_t>(m_settings.projection.size());
+    if (!performer() || m_problem.d == 0) {
+      check_size("projection", m_settings.projection.size(), 0);
+      return;
+    }
+    if (found == 0 || found % m_problem.d != 0)
+      throw InvalidArgument(LinAttn::detail::message(
+          "LinAttn::reference: projection has ", found, " elements, expected a multiple of D = ",
+          m_problem.d, " for kernel performer and ", m_problem.to_string()));
   }
 
   /// What lln-diag has of its own.
@@ -726,8 +951,10 @@ class Rows {
   const Problem& m_problem;
   const Settings& m_settings;
   const Tensors<Real>& m_tensors;
-  NormedRows<Real> m_normed_queries;  // affine only
+  NormedRows<Real> m_normed_queries;  // affine and cosine only
   NormedRows<Real> m_normed_keys;
+  ProjectedRows<Real> m_projected_queries;  // performer only
+  ProjectedRows<Real> m_projected_keys;
   std::vector<Feature<Real>> m_queries;
   std::vector<Feature<Real>> m_keys;
 };
@@ -836,17 +1063,8 @@ class Blocks {
   /// x_ij of the j-th key of the block.
   Pair<Real> score(const BlockRow<Real>& row, std::size_t j) const {
     const auto d = static_cast<std::size_t>(m_problem.d);
-    Sum<Real> sum;
-    for (std::size_t c = 0; c < d; ++c) {
-      const Pair<Real> product =
-          exact_product(m_tensors.q[row.query * d + c], m_tensors.k[row.keys[j] * d + c]);
-      sum.add(product.high);
-      sum.add(product.low);
-    }
-    const Pair<Real> dot = sum.pair();
-    Pair<Real> x = exact_product(dot.high, m_scale.high);
-    x.low += dot.high * m_scale.low + dot.low * m_scale.high;
-    return std::isfinite(x.high) ? x : Pair<Real>{x.high, 0};
+    return product(dot(m_tensors.q.data() + row.query * d, m_tensors.k.data() + row.keys[j] * d, d),
+                   m_scale);
   }
 
   void weigh(BlockRow<Real>& row) const {
@@ -1019,10 +1237,11 @@ GradientSet<Real> backward(const Problem& problem, const Settings& settings,
   detail::check_cotangent(problem, d_o);
   if (settings.kernel == Kernel::lln_diag)
     return detail::combined_backward(problem, settings, tensors, d_o);
-  const std::size_t d = rows.d(), dv = rows.dv();
+  const std::size_t d = rows.width(), dv = rows.dv();
   const auto scale = static_cast<Real>(settings.scale);
 
-  std::vector<Sum<Real>> dq(tensors.q.size()), dk(tensors.k.size()), dv_sums(tensors.v.size());
+  std::vector<Sum<Real>> dq(rows.query_elements()), dk(rows.key_elements()),
+      dv_sums(tensors.v.size());
   std::vector<Sum<Real>> dalpha(settings.alpha.size()), dbeta(settings.beta.size());
   std::vector<Sum<Real>> dconstant(settings.constant.size()), dscale(settings.constant.size());
   std::vector<Real> dw, g(dv);
@@ -1051,7 +1270,7 @@ GradientSet<Real> backward(const Problem& problem, const Settings& settings,
       for (std::size_t c = 0; c < d; ++c) {
         dq[row.query * d + c].add(dw[j] * rows.by_query(row, j, c));
         dk[row.keys[j] * d + c].add(dw[j] * rows.by_key(row, j, c));
-        if (!rows.exponential()) continue;
+        if (!rows.has_rates()) continue;
         const Real dt = dw[j] * row.terms[j * d + c];
         dalpha[row.head].add(dt * tensors.q[row.query * d + c]);
         dbeta[row.kv_head].add(dt * tensors.k[row.keys[j] * d + c]);
@@ -1063,13 +1282,33 @@ GradientSet<Real> backward(const Problem& problem, const Settings& settings,
       dconstant[row.head].add(dw[j]);
     }
   });
-  return {rows.normed_queries().pull_back(detail::values(dq)),
-          rows.normed_keys().pull_back(detail::values(dk)),
+  return {rows.pull_back_queries(detail::values(dq)),
+          rows.pull_back_keys(detail::values(dk)),
           detail::values(dv_sums),
           detail::values(dalpha),
           detail::values(dbeta),
           detail::values(dconstant),
           detail::values(dscale)};
+}
+
+/// log s_i of softmax, (B,H,Nq): the logarithm of the sum of exp(s q_i . k_j) over the keys a row
+/// sees, and -infinity where it sees none. \throws InvalidArgument as forward(), and for other
+/// kernels
+template <ReferenceReal Real>
+std::vector<Real> log_sums(const Problem& problem, const Settings& settings,
+                           const Tensors<Real>& tensors) {
+  if (settings.kernel != Kernel::softmax)
+    throw InvalidArgument(LinAttn::detail::message(
+        "LinAttn::reference: log_sums() is of softmax, found ", kernel_name(settings.kernel)));
+  Settings shifted = settings;
+  shifted.normalise = true;
+  const detail::Rows<Real> rows(problem, shifted, tensors);
+  std::vector<Real> logs(static_cast<std::size_t>(problem.batch * problem.heads * problem.nq),
+                         -std::numeric_limits<Real>::infinity());
+  rows.for_each([&](const detail::Row<Real>& row) {
+    if (!row.keys.empty()) logs[row.query] = row.shift + std::log(row.denominator);
+  });
+  return logs;
 }
 
 }  // namespace LinAttn::reference
