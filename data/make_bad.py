@@ -163,9 +163,9 @@ def _(c):
     c.root["schema"] = "linattn-9"
 
 
-@defect("variant_unknown", "cosine", "variant cosine")
+@defect("variant_unknown", "sigmoid", "variant sigmoid")
 def _(c):
-    c.root["variant"] = "cosine"
+    c.root["variant"] = "sigmoid"
 
 
 @defect("variant_missing", "variant", "/expected without a variant")
@@ -288,6 +288,28 @@ def _(c):
     c.root["variant"] = "lln-diag"
     c.config.update(combine="scale", causal=1, **RATES)
     c.data["inputs/diag_r"] = ramp(HKV, DV)
+
+
+@defect("softmax_scale_negative", "a finite number > 0", "softmax with scale = -0.5")
+def _(c):
+    c.root["variant"], c.config["scale"] = "softmax", -0.5
+
+
+@defect("softmax_scale_zero", "a finite number > 0", "softmax with scale = 0")
+def _(c):
+    c.root["variant"], c.config["scale"] = "softmax", 0.0
+
+
+@defect("performer_projection_extents", "/inputs/projection", "/inputs/projection is (4, Dv)")
+def _(c):
+    c.root["variant"] = "performer"
+    c.data["inputs/projection"] = ramp(4, DV)
+
+
+@defect("performer_features_differ", "features", "features = 5 beside a projection of 4 rows")
+def _(c):
+    c.root["variant"], c.config["features"] = "performer", 5
+    c.data["inputs/projection"] = ramp(4, D)
 
 
 def generate(folder):

@@ -318,6 +318,7 @@ class TensorFileParser {
       if (m_config_datasets.contains(std::string(spec.name)))
         config.m_arrays.emplace(spec.name, load(config_group, spec));
 
+    m_features_given = config.has("features");
     for (const AttributeSpec& spec : attributes_of(*m_variant)) {
       const std::string name(spec.name);
       if (config.has(name)) continue;
@@ -521,6 +522,8 @@ class TensorFileParser {
   void read_variant_inputs() {
     if (m_variant->name == "lavo") bind_lavo();
     if (m_variant->name == "lln-diag") check_lln_diag();
+    if (m_variant->name == "performer" && m_features_given)
+      bind("features", m_result.m_config.integer("features"), "the setting features");
     for (const DatasetSpec& spec : m_variant->inputs) {
       if (spec.required)
         load_required(inputs_group, spec);
@@ -528,6 +531,22 @@ class TensorFileParser {
         load_if_present(inputs_group, spec);
     }
     if (m_variant->name == "lavo") check_lavo();
+    if (m_variant->name == "performer") count_features();
+    if (m_variant->name == "taylor") {
+      const std::int64_t d = m_result.m_problem.d;
+      bind("R", 1 + d + d * (d + 1) / 2, "/inputs/q (R = 1 + D + D (D + 1) / 2)");
+    }
+  }
+
+  /// As many as the projection has rows, if there is one.
+  void count_features() {
+    Value& features = m_result.m_config.m_values["features"];
+    if (const Array* projection = m_result.find("/inputs/projection")) {
+      if (projection->extent(0) < 1)
+        fail("/inputs/projection", "expected at least one row, found none");
+      features = projection->extent(0);
+    }
+    bind("R", features.as_int64(), "the setting features, or /inputs/projection");
   }
 
   void check_lln_diag() {
@@ -728,6 +747,7 @@ class TensorFileParser {
   const VariantSpec* m_variant = nullptr;
   const VariantSpec* m_file_variant = nullptr;
   std::set<std::string> m_config_datasets;
+  bool m_features_given = false;
   std::set<std::string> m_groups_read;
   std::map<std::string, Binding> m_extents;
 };

@@ -13,6 +13,7 @@ using Type = DatasetType;
 
 constexpr bool d = true;  // differentiable
 constexpr bool required = true;
+constexpr bool positive = true;
 
 constexpr std::string_view scale = "scale";
 constexpr std::string_view normalise = "normalise";
@@ -73,7 +74,12 @@ constexpr AttributeSpec lavo_attributes[] = {
 };
 
 constexpr AttributeSpec softmax_attributes[] = {
-    {scale, Kind::real, Rule::inverse_sqrt_d},
+    {scale, Kind::real, Rule::inverse_sqrt_d, 0, !d, 0, {}, positive},
+};
+
+constexpr AttributeSpec performer_attributes[] = {
+    {"features", Kind::integer, Rule::twice_feature_extent, 0, !d, 1},
+    {"seed", Kind::counter, Rule::value, 0},
 };
 
 constexpr DatasetSpec lln_config[] = {
@@ -95,6 +101,10 @@ constexpr DatasetSpec lln_diag_inputs[] = {
 constexpr DatasetSpec lavo_inputs[] = {
     {"bases", "Hkv, r, D", Type::floating, d, required},
     {"bias", "H, nb", Type::floating, d},
+};
+
+constexpr DatasetSpec performer_inputs[] = {
+    {"projection", "features, D", Type::floating},
 };
 
 constexpr DatasetSpec engine_state[] = {
@@ -145,6 +155,10 @@ constexpr VariantSpec table[] = {
     {"affine", normalised, affine_attributes, {}, {}, affine_state},
     {"lavo", normalised, lavo_attributes, lavo_config, lavo_inputs, lavo_state},
     {"softmax", normalised, softmax_attributes, {}, {}, {}},
+    // The extension.
+    {"taylor", normalised, softmax_attributes, {}, {}, engine_state},
+    {"cosine", !normalised, {}, {}, {}, engine_state},
+    {"performer", normalised, performer_attributes, {}, performer_inputs, lln_state},
 };
 
 [[noreturn]] void fail(const AttributeSpec& spec, const std::string& found) {
@@ -181,7 +195,7 @@ std::string AttributeSpec::expectation() const {
     case Kind::counter:
       return "an integer from 0 to 2^64 - 1";
     case Kind::real:
-      return "a finite number" + bound;
+      return "a finite number" + (positive ? " > 0" : bound);
     case Kind::choice: {
       std::string text = "one of ";
       for (const std::string_view choice : choices) {
@@ -253,6 +267,8 @@ std::optional<Value> default_of(const AttributeSpec& spec,
       return spec.choices[0];
     case Rule::feature_extent:
       return d;
+    case Rule::twice_feature_extent:
+      return std::max<std::int64_t>(2 * d, 1);
     case Rule::inverse_sqrt_d:
       return inverse_sqrt(d);
     case Rule::affine_scale: {
@@ -283,7 +299,8 @@ Value coerce(const AttributeSpec& spec, const Value& value) {
       return value.as_uint64();
     case Kind::real:
       if (!std::isfinite(value.as_double()) ||
-          (is_bounded(spec) && value.as_double() < static_cast<double>(spec.minimum)))
+          (is_bounded(spec) && value.as_double() < static_cast<double>(spec.minimum)) ||
+          (spec.positive && value.as_double() <= 0))
         fail(spec, value.to_string());
       return value.as_double();
     case Kind::choice:

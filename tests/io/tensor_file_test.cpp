@@ -218,13 +218,15 @@ TEST_F(TensorFileTest, TheSchemaIsRequired) {
 }
 
 TEST_F(TensorFileTest, TheVariantIsKnownAndPresentWhereSomethingIsExpected) {
-  const std::string names = "identity, elu, relu, quadratic, lln, lln-diag, affine, lavo, softmax";
+  const std::string names =
+      "identity, elu, relu, quadratic, lln, lln-diag, affine, lavo, softmax, taylor, cosine, "
+      "performer";
   Content content;
-  content.variant = "cosine";
+  content.variant = "sigmoid";
   EXPECT_EQ(refusal(content),
-            "attribute 'variant' of /: expected one of " + names + ", found 'cosine'");
+            "attribute 'variant' of /: expected one of " + names + ", found 'sigmoid'");
   EXPECT_EQ(refusal(content, {.variant = "elu"}),
-            "attribute 'variant' of /: expected one of " + names + ", found 'cosine'");
+            "attribute 'variant' of /: expected one of " + names + ", found 'sigmoid'");
   content.variant = "";
   EXPECT_EQ(read(content).variant(), "");
   EXPECT_EQ(read(content, {.variant = "relu"}).variant(), "relu");
@@ -232,8 +234,8 @@ TEST_F(TensorFileTest, TheVariantIsKnownAndPresentWhereSomethingIsExpected) {
     EXPECT_EQ(refusal(Content(content).with([&](RawFile& raw) { raw.group(group); })),
               "attribute 'variant' of /: expected one of " + names + " because " + group +
                   " is present, found nothing");
-  EXPECT_EQ(message_of<InvalidArgument>([&] { read(content, {.variant = "cosine"}); }),
-            "variant: expected one of " + names + ", found 'cosine'");
+  EXPECT_EQ(message_of<InvalidArgument>([&] { read(content, {.variant = "sigmoid"}); }),
+            "variant: expected one of " + names + ", found 'sigmoid'");
 }
 
 TEST_F(TensorFileTest, WhatTheLayoutDoesNotKnowIsIgnoredAndSaid) {
@@ -506,9 +508,10 @@ TEST_F(TensorFileTest, PackedOffsets) {
 }
 
 TEST_F(TensorFileTest, CausalHoldsInEveryPackedSequence) {
-  EXPECT_EQ(refusal(Content().packed({0, 1, 4}, {0, 3, 5}).config("causal", 1)),
-            "/inputs/cu_seqlens_q: expected Nq <= Nk because causal = 1, found Nq = 3 and Nk = 2 in "
-            "packed sequence 1");
+  EXPECT_EQ(
+      refusal(Content().packed({0, 1, 4}, {0, 3, 5}).config("causal", 1)),
+      "/inputs/cu_seqlens_q: expected Nq <= Nk because causal = 1, found Nq = 3 and Nk = 2 in "
+      "packed sequence 1");
   EXPECT_EQ(read(Content().packed({0, 2, 4}, {0, 3, 5}).config("causal", 1)).members(), 2);
 }
 
@@ -588,6 +591,58 @@ TEST_F(TensorFileTest, LlnDiag) {
       "/inputs/diag_p: expected extents (H, Dv) with H = 4 as in /inputs/q, found extents (2, 7)");
   EXPECT_EQ(refusal(Content(content).config("block", 0)),
             "attribute 'block' of /config: expected an integer >= 1, found 0");
+}
+
+TEST_F(TensorFileTest, Performer) {
+  Content content;
+  content.variant = "performer";
+  // Without a projection the number of features is a setting; states have that many rows.
+  EXPECT_EQ(read(content).config().integer("features"), 12);
+  EXPECT_EQ(read(Content(content).config("features", 5)).config().integer("features"), 5);
+  const auto with_state = [&](hsize_t features) {
+    return Content(content)
+        .ramp("/inputs/state/S", {2, 2, features, 7})
+        .ramp("/inputs/state/z", {2, 2, features});
+  };
+  EXPECT_TRUE(read(with_state(12)).has("/inputs/state/S"));
+  EXPECT_EQ(refusal(with_state(6)),
+            "/inputs/state/S: expected extents (M, Hkv, R, Dv) with R = 12 as in the setting "
+            "features, or /inputs/projection, found extents (2, 2, 6, 7)");
+  // With one it is that of its rows, and another is refused.
+  content.ramp("/inputs/projection", {9, 6});
+  EXPECT_EQ(read(content).config().integer("features"), 9);
+  EXPECT_EQ(read(content).at("/inputs/projection").extent(0), 9);
+  EXPECT_TRUE(read(with_state(9)).has("/inputs/state/z"));
+  EXPECT_EQ(read(Content(content).config("features", 9)).config().integer("features"), 9);
+  EXPECT_EQ(refusal(Content(content).config("features", 8)),
+            "/inputs/projection: expected extents (features, D) with features = 8 as in the "
+            "setting features, found extents (9, 6)");
+  EXPECT_EQ(refusal(Content(content).ramp("/inputs/projection", {9, 5})),
+            "/inputs/projection: expected extents (features, D) with D = 6 as in /inputs/q, found "
+            "extents (9, 5)");
+  EXPECT_EQ(refusal(Content(content).ramp("/inputs/projection", {0, 6})),
+            "/inputs/projection: expected at least one row, found none");
+  // It has no gradient.
+  EXPECT_EQ(read(Content(content).ramp("/expected_grad/projection", {9, 6})).ignored(),
+            (std::vector<std::string>{"/expected_grad/projection"}));
+}
+
+TEST_F(TensorFileTest, TaylorAndSoftmax) {
+  Content content;
+  content.variant = "taylor";
+  content.ramp("/inputs/state/S", {2, 2, 28, 7}).ramp("/inputs/state/z", {2, 2, 28});
+  EXPECT_TRUE(read(content).has("/inputs/state/S"));
+  EXPECT_DOUBLE_EQ(read(content).config().real("scale"), 1 / std::sqrt(6.0));
+  EXPECT_EQ(refusal(Content(content).ramp("/inputs/state/S", {2, 2, 6, 7})),
+            "/inputs/state/S: expected extents (M, Hkv, R, Dv) with R = 28 as in /inputs/q (R = 1 "
+            "+ D + D (D + 1) / 2), found extents (2, 2, 6, 7)");
+  for (const char* variant : {"taylor", "softmax"}) {
+    content = Content();
+    content.variant = variant;
+    content.with([](RawFile& raw) { raw.real("/config", "scale", -0.5); });
+    EXPECT_EQ(refusal(content),
+              "attribute 'scale' of /config: expected a finite number > 0, found -0.5");
+  }
 }
 
 class LavoFileTest : public TensorFileTest {

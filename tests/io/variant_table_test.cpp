@@ -23,10 +23,11 @@ AttributeSpec attribute(const char* variant, std::string_view name) {
 
 TEST(VariantTable, KnowsTheVariantsOfTheLayout) {
   EXPECT_EQ(variant_names(),
-            "identity, elu, relu, quadratic, lln, lln-diag, affine, lavo, softmax");
-  EXPECT_EQ(message_of<InvalidArgument>([] { variant_spec("cosine"); }),
+            "identity, elu, relu, quadratic, lln, lln-diag, affine, lavo, softmax, taylor, cosine, "
+            "performer");
+  EXPECT_EQ(message_of<InvalidArgument>([] { variant_spec("sigmoid"); }),
             "variant: expected one of identity, elu, relu, quadratic, lln, lln-diag, affine, lavo, "
-            "softmax, found 'cosine'");
+            "softmax, taylor, cosine, performer, found 'sigmoid'");
 }
 
 TEST(VariantTable, NamesAreUniqueAndCausalNormaliseAndScaleAreEverywhere) {
@@ -49,6 +50,12 @@ TEST(VariantTable, DefaultsOfTheLayout) {
   EXPECT_EQ(attribute("lln-diag", "block").default_rule, DefaultRule::feature_extent);
   EXPECT_EQ(attribute("lln", "alpha").default_rule, DefaultRule::none);
   EXPECT_EQ(attribute("lavo", "window").default_value, 128);
+  EXPECT_EQ(attribute("taylor", "scale").default_rule, DefaultRule::inverse_sqrt_d);
+  EXPECT_EQ(attribute("taylor", "normalise").default_value, 1);
+  EXPECT_EQ(attribute("cosine", "normalise").default_value, 0);
+  EXPECT_EQ(attribute("cosine", "scale").default_value, 1);
+  EXPECT_EQ(attribute("performer", "features").default_rule, DefaultRule::twice_feature_extent);
+  EXPECT_EQ(attribute("performer", "seed").default_value, 0);
 }
 
 TEST(VariantTable, DefaultsBesideWhatIsGiven) {
@@ -61,6 +68,9 @@ TEST(VariantTable, DefaultsBesideWhatIsGiven) {
   EXPECT_EQ(of("affine", "scale", {{"qk_norm", "none"}}, 16), Value(0.25));
   EXPECT_EQ(of("affine", "scale", {{"qk_norm", "none"}}, 0), Value(1.0));
   EXPECT_EQ(of("softmax", "scale", {}, 4), Value(0.5));
+  EXPECT_EQ(of("taylor", "scale", {}, 16), Value(0.25));
+  EXPECT_EQ(of("performer", "features", {}, 12), Value(24));
+  EXPECT_EQ(of("performer", "features", {}, 0), Value(1));
   EXPECT_EQ(of("lln-diag", "block", {}, 12), Value(12));
   EXPECT_EQ(of("affine", "small_g", {}, 1), Value("check"));
   EXPECT_EQ(of("affine", "seed", {}, 1), Value(0));
@@ -99,6 +109,14 @@ TEST(VariantTable, RefusesWhatDoesNot) {
     EXPECT_EQ(refusal("affine", name, -0.1), "expected a finite number >= 0, found -0.1");
     EXPECT_EQ(coerce(attribute("affine", name), 0), Value(0.0));
   }
+  for (const char* variant : {"softmax", "taylor"}) {
+    for (const double scale : {0.0, -0.5})
+      EXPECT_EQ(refusal(variant, "scale", scale),
+                "expected a finite number > 0, found " + Value(scale).to_string());
+    EXPECT_EQ(coerce(attribute(variant, "scale"), 1e-300), Value(1e-300));
+  }
+  EXPECT_EQ(refusal("performer", "features", 0), "expected an integer >= 1, found 0");
+  EXPECT_EQ(coerce(attribute("cosine", "scale"), -2), Value(-2.0));
   EXPECT_EQ(coerce(attribute("affine", "a"), -1e300), Value(-1e300));
   EXPECT_EQ(refusal("affine", "seed", -1), "expected an integer from 0 to 2^64 - 1, found -1");
   EXPECT_EQ(refusal("affine", "qk_norm", "l3"), "expected one of l2, none, max, found 'l3'");

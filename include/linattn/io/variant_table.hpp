@@ -13,9 +13,9 @@
 #include <vector>
 
 /// \file variant_table.hpp
-/// What layout version 1 lets each variant put into a file. The whole table is in
-/// src/io/variant_table.cpp; readers, writers and the command line take names, kinds and defaults
-/// from it, whether or not this build has an engine for the variant.
+/// What layout version 1, and this project's extension of it, lets each variant put into a file.
+/// The whole table is in src/io/variant_table.cpp; readers, writers and the command line take
+/// names, kinds and defaults from it, whether or not this build has an engine for the variant.
 
 namespace LinAttn::io {
 
@@ -24,18 +24,19 @@ enum class AttributeKind {
   flag,     ///< 0 or 1
   integer,  ///< int64, not below AttributeSpec::minimum
   counter,  ///< 64 unsigned bits
-  real,     ///< finite, not below AttributeSpec::minimum
+  real,     ///< finite, not below AttributeSpec::minimum, or AttributeSpec::positive
   choice    ///< one of AttributeSpec::choices
 };
 
 /// The value an absent attribute takes.
 enum class DefaultRule {
-  none,            ///< it stays absent
-  value,           ///< AttributeSpec::default_value
-  first_choice,    ///< the first of AttributeSpec::choices
-  feature_extent,  ///< D
-  inverse_sqrt_d,  ///< 1 / sqrt(D); 1 if D = 0
-  affine_scale     ///< the same if qk_norm is "none", else 1
+  none,                  ///< it stays absent
+  value,                 ///< AttributeSpec::default_value
+  first_choice,          ///< the first of AttributeSpec::choices
+  feature_extent,        ///< D
+  twice_feature_extent,  ///< 2 D; 1 if D = 0
+  inverse_sqrt_d,        ///< 1 / sqrt(D); 1 if D = 0
+  affine_scale           ///< the same if qk_norm is "none", else 1
 };
 
 /// One attribute of /config.
@@ -47,9 +48,10 @@ struct AttributeSpec {
   bool differentiable = false;  ///< /expected_grad may hold its gradient
   std::int64_t minimum = std::numeric_limits<std::int64_t>::min();
   std::array<std::string_view, 4> choices{};  ///< unused ones are empty
+  bool positive = false;                      ///< of a real: above 0
 
-  /// "0 or 1", "an integer >= 1", "a finite number", "one of l2, none, max": what a message says
-  /// was expected.
+  /// "0 or 1", "an integer >= 1", "a finite number > 0", "one of l2, none, max": what a message
+  /// says was expected.
   std::string expectation() const;
 };
 
