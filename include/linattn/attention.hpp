@@ -4,9 +4,11 @@
 #include <linattn/call.hpp>
 #include <linattn/engine/engine.hpp>
 #include <linattn/engine/step.hpp>
+#include <linattn/exact.hpp>
 #include <linattn/joined.hpp>
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
+#include <linattn/projected.hpp>
 #include <linattn/variant.hpp>
 #include <linattn/workspace.hpp>
 #include <exception>
@@ -14,12 +16,13 @@
 #include <type_traits>
 
 /// \file attention.hpp
-/// Linear attention, forward and backward: the public calls.
+/// Attention, forward and backward: the public calls.
 ///
 ///     o_i = sum_j w_ij v_j / sum_j w_ij        w_ij = phi_q(q_i) . phi_k(k_j)   (affine: + b)
 ///
 /// summed over the visible keys: all of them, or those up to position i + nk - nq under a causal mask.
-/// Time O(N R Dv) and memory O(N (D + Dv)) for N tokens and R features.
+/// Time O(N R Dv) and memory O(N (D + Dv)) for N tokens and R features; exact attention (Softmax) needs time O(N^2) in the
+/// same memory.
 ///
 /// Calls enqueue kernels on the caller's execution-space instance and return; they neither fence nor
 /// allocate, except for the overloads without a workspace and check(), which do both and say so. Their arguments
@@ -31,7 +34,8 @@
 namespace LinAttn {
 
 /// How a pass of this problem will be cut into work; of a variant with a local term the linear branch. For Pass::step
-/// the problem has Nq = Nk = 1, and of the options those that StepOptions has count.
+/// the problem has Nq = Nk = 1 (exact attention: Nk is the capacity of the cache), and of the options those that
+/// StepOptions has count.
 /// \throws InvalidArgument for extents, parameters or options that the call itself would refuse
 template <class T, class ExecSpace, Variant V>
 Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
@@ -115,7 +119,8 @@ void backward(const ExecSpace& exec, const V& variant,
 }
 
 /// Waits for the kernels of a forward() that was given `saved` and these options, and refuses rows that divide by
-/// next to nothing. Does nothing unless options.small_normaliser is check and rows are normalised. Allocates memory for
+/// next to nothing; for variants that record them (see Saved::smallest). Does nothing unless options.small_normaliser is
+/// check and rows are normalised. Allocates memory for
 /// the records.
 ///
 /// \throws InvalidArgument if `saved.smallest` is missing; naming sequence, head, row and value where
@@ -137,15 +142,34 @@ void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Option
 ///
 /// \throws InvalidArgument if extents do not fit each other or the workspace is smaller than
 /// workspace_size() says for Pass::step
-template <class T, class ExecSpace, Variant V>
+template <class T, class ExecSpace, LinearVariant V>
 void step(const ExecSpace& exec, const V& variant, const std::type_identity_t<Token<ExecSpace, T>>& token,
           const std::type_identity_t<ConstState<ExecSpace, T>>& before,
           const std::type_identity_t<State<ExecSpace, T>>& after,
           const std::type_identity_t<TensorRef<T, 3, ExecSpace>>& o,
           const std::type_identity_t<Workspace<ExecSpace>>& workspace, const StepOptions& options = {});
 
+/// One new token of every sequence of exact attention: its key and value are written behind those of `cache`, and
+///
+///     o = sum_j exp(scale q . k_j) v_j / sum_j exp(scale q . k_j)
+///
+/// over all that the cache then holds, as the next row of a causal forward() to rounding. Time and memory traffic
+/// O(n (D + Dv)) a head for n tokens so far. A hidden token (Token::key_mask) is not written, but answered. A sequence
+/// whose cache has no place left keeps it as it is, and its o is NaN: lengths live where kernels run, and no call waits
+/// for them. Asynchronous.
+///
+///     LinAttn::step<float>(exec, LinAttn::Softmax{}, {.q = q, .k = k, .v = v}, cache, o, workspace);
+///
+/// \throws InvalidArgument if extents do not fit each other or the workspace is smaller than workspace_size() says for
+/// Pass::step and Nk = capacity
+template <class T, class ExecSpace, ExactVariant V>
+void step(const ExecSpace& exec, const V& variant, const std::type_identity_t<Token<ExecSpace, T>>& token,
+          const std::type_identity_t<KeyValueCache<ExecSpace, T>>& cache,
+          const std::type_identity_t<TensorRef<T, 3, ExecSpace>>& o,
+          const std::type_identity_t<Workspace<ExecSpace>>& workspace);
+
 /// As above with the state in place: `state` is read and then holds the sums with the new token.
-template <class T, class ExecSpace, Variant V>
+template <class T, class ExecSpace, LinearVariant V>
 void step_in_place(const ExecSpace& exec, const V& variant, const std::type_identity_t<Token<ExecSpace, T>>& token,
                    const std::type_identity_t<State<ExecSpace, T>>& state,
                    const std::type_identity_t<TensorRef<T, 3, ExecSpace>>& o,
@@ -170,14 +194,92 @@ void enter_local(Call& call, const Inputs<ExecSpace, T>& inputs, const Saved<Exe
 inline StepOptions step_options(const Options& options) {
   return {options.normalise, options.scale, options.small_normaliser, options.least_normaliser};
 }
+
+/// The call of one pass of a variant.
+template <class A, class ExecSpace, class V>
+struct CallOfVariant;
+template <class A, class ExecSpace, LinearVariant V>
+struct CallOfVariant<A, ExecSpace, V> {
+  using type = std::conditional_t<has_local_term_v<V>, JoinedCall<A, ExecSpace, V>, Call<A, ExecSpace, V>>;
+};
+template <class A, class ExecSpace, ProjectedVariant V>
+struct CallOfVariant<A, ExecSpace, V> {
+  using type = ProjectedCall<A, ExecSpace, V>;
+};
+template <class A, class ExecSpace, ExactVariant V>
+struct CallOfVariant<A, ExecSpace, V> {
+  using type = ExactCall<A, ExecSpace, V>;
+};
+template <class A, class ExecSpace, Variant V>
+using CallOf = typename CallOfVariant<A, ExecSpace, V>::type;
+
+/// What of a backward pass only a linear attention has.
+template <class Call, class ExecSpace, class T>
+void launch_linear_backward(Call& call, const Inputs<ExecSpace, T>& inputs, const Saved<ExecSpace, T>& saved,
+                            const Cotangents<ExecSpace, T>& cotangents, const Gradients<ExecSpace, T>& gradients) {
+  const Problem& p = call.problem();
+  auto& args = call.arguments();
+  call.enter_state("cotangent of the final state", cotangents.state, args.last_cotangent, false);
+  call.enter_centred(saved.centred);
+  enter_local(call, inputs, saved);
+  if constexpr (requires { call.enter_factor_gradients(gradients.diag_r, gradients.diag_p, true); })
+    call.enter_factor_gradients(gradients.diag_r, gradients.diag_p, saved.linear.present());
+  if (gradients.state.S.present() || gradients.state.z.present() || gradients.state.t.present()) {
+    if (!args.initial.present)
+      throw InvalidArgument("LinAttn: a gradient of the initial state is asked for, but there is none");
+    State<ExecSpace, T> target = gradients.state;
+    require_output("gradient of S", target.S, {args.sequences, p.kv_heads, args.features, p.dv});
+    require_output("gradient of z", target.z, {args.sequences, p.kv_heads, args.features});
+    args.initial_gradient.values = decltype(args.initial_gradient.values)(target.S);
+    args.initial_gradient.sums = decltype(args.initial_gradient.sums)(target.z);
+    if (args.has_constant) {
+      require_output("gradient of t", target.t, {args.sequences, p.kv_heads, p.dv});
+      args.initial_gradient.value_sums = decltype(args.initial_gradient.value_sums)(target.t);
+    }
+    args.initial_gradient.present = true;
+  }
+  args.d_o = decltype(args.d_o)(cotangents.o);
+  args.d_q = decltype(args.d_q)(gradients.q);
+  args.d_k = decltype(args.d_k)(gradients.k);
+  args.d_v = decltype(args.d_v)(gradients.v);
+  call.launch_backward({.query_parameter = gradients.query_parameter,
+                        .key_parameter = gradients.key_parameter,
+                        .constant = gradients.constant,
+                        .scale = gradients.scale,
+                        .diag_r = gradients.diag_r,
+                        .diag_p = gradients.diag_p});
+}
+
+/// The step of a variant.
+template <class A, class ExecSpace, class V>
+struct StepOfVariant;
+template <class A, class ExecSpace, LinearVariant V>
+struct StepOfVariant<A, ExecSpace, V> {
+  using type = StepCall<A, ExecSpace, V>;
+};
+template <class A, class ExecSpace, ProjectedVariant V>
+struct StepOfVariant<A, ExecSpace, V> {
+  using type = ProjectedStep<A, ExecSpace, V>;
+};
+template <class A, class ExecSpace, LinearVariant V>
+using StepOf = typename StepOfVariant<A, ExecSpace, V>::type;
+
+template <class A, class ExecSpace, Variant V>
+auto step_call(const ExecSpace& exec, const V& variant, const Problem& problem, const Options& options) {
+  if constexpr (ExactVariant<V>) {
+    require_exact_options<V>(options);
+    return ExactStep<A, ExecSpace, V>(exec, variant, problem);
+  } else {
+    return StepOf<A, ExecSpace, V>(exec, variant, problem, step_options(options));
+  }
+}
 }  // namespace detail
 
 template <class T, class ExecSpace, Variant V>
 Plan plan(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
           const Options& options) {
   if (pass == Pass::step)
-    return detail::StepCall<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, detail::step_options(options))
-        .plan();
+    return detail::step_call<accumulator_t<T>>(exec, variant, problem, options).plan();
   return detail::CallOf<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options)
       .plan();
 }
@@ -186,8 +288,7 @@ template <class T, class ExecSpace, Variant V>
 std::size_t workspace_size(const ExecSpace& exec, const V& variant, const Problem& problem, Pass pass,
                            const Options& options) {
   if (pass == Pass::step)
-    return detail::StepCall<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, detail::step_options(options))
-        .workspace_bytes();
+    return detail::step_call<accumulator_t<T>>(exec, variant, problem, options).workspace_bytes();
   return detail::CallOf<accumulator_t<T>, ExecSpace, V>(exec, variant, problem, pass, detail::storage_of<T>, options)
       .workspace_bytes();
 }
@@ -205,10 +306,12 @@ void forward(const ExecSpace& exec, const V& variant,
   call.use_workspace(workspace);
   const detail::Region region("LinAttn::forward");
   call.bind(inputs, saved);
-  call.enter_state("final state", saved.state, call.arguments().last, true);
-  call.enter_record(saved.smallest);
-  call.enter_centred(saved.centred);
-  detail::enter_local(call, inputs, saved);
+  if constexpr (LinearVariant<V>) {
+    call.enter_state("final state", saved.state, call.arguments().last, true);
+    call.enter_record(saved.smallest);
+    call.enter_centred(saved.centred);
+    detail::enter_local(call, inputs, saved);
+  }
   call.launch_forward();
 }
 
@@ -221,9 +324,8 @@ void backward(const ExecSpace& exec, const V& variant,
               const std::type_identity_t<Workspace<ExecSpace>>& workspace, const Options& options) {
   const Problem p = detail::problem_of(inputs);
   detail::CallOf<accumulator_t<T>, ExecSpace, V> call(exec, variant, p, Pass::backward, detail::storage_of<T>, options);
-  auto& args = call.arguments();
   detail::require_shape("d_o", cotangents.o, {p.batch, p.heads, p.nq, p.dv});
-  if (args.normalise) {
+  if (options.normalise.value_or(V::normalise_by_default)) {
     detail::require_shape("saved o", saved.o, {p.batch, p.heads, p.nq, p.dv});
     detail::require_shape("saved denominator", saved.denominator, {p.batch, p.heads, p.nq});
   }
@@ -247,38 +349,13 @@ void backward(const ExecSpace& exec, const V& variant,
   call.use_workspace(workspace);
   const detail::Region region("LinAttn::backward");
   call.bind(inputs, saved);
-  call.enter_state("cotangent of the final state", cotangents.state, args.last_cotangent, false);
-  call.enter_centred(saved.centred);
-  detail::enter_local(call, inputs, saved);
-  if constexpr (has_local_term_v<V>) {
-    call.enter_factor_gradients(gradients.diag_r, gradients.diag_p, saved.linear.present());
-  } else if (gradients.diag_r.present() || gradients.diag_p.present()) {
-    throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " joins no branches: it has no diag_r and diag_p"));
-  }
-  if (gradients.state.S.present() || gradients.state.z.present() || gradients.state.t.present()) {
-    if (!args.initial.present)
-      throw InvalidArgument("LinAttn: a gradient of the initial state is asked for, but there is none");
-    State<ExecSpace, T> target = gradients.state;
-    detail::require_output("gradient of S", target.S, {args.sequences, p.kv_heads, args.features, p.dv});
-    detail::require_output("gradient of z", target.z, {args.sequences, p.kv_heads, args.features});
-    args.initial_gradient.values = decltype(args.initial_gradient.values)(target.S);
-    args.initial_gradient.sums = decltype(args.initial_gradient.sums)(target.z);
-    if constexpr (has_constant_v<V>) {
-      detail::require_output("gradient of t", target.t, {args.sequences, p.kv_heads, p.dv});
-      args.initial_gradient.value_sums = decltype(args.initial_gradient.value_sums)(target.t);
-    }
-    args.initial_gradient.present = true;
-  }
-  args.d_o = decltype(args.d_o)(cotangents.o);
-  args.d_q = decltype(args.d_q)(gradients.q);
-  args.d_k = decltype(args.d_k)(gradients.k);
-  args.d_v = decltype(args.d_v)(gradients.v);
-  call.launch_backward({.query_parameter = gradients.query_parameter,
-                        .key_parameter = gradients.key_parameter,
-                        .constant = gradients.constant,
-                        .scale = gradients.scale,
-                        .diag_r = gradients.diag_r,
-                        .diag_p = gradients.diag_p});
+  if constexpr (!has_local_term_v<V>)
+    if (gradients.diag_r.present() || gradients.diag_p.present())
+      throw InvalidArgument(detail::message("LinAttn: variant ", V::name, " joins no branches: it has no diag_r and diag_p"));
+  if constexpr (ExactVariant<V>)
+    call.launch_backward(cotangents, gradients);
+  else
+    detail::launch_linear_backward(call, inputs, saved, cotangents, gradients);
 }
 
 template <class T, class ExecSpace>
@@ -319,15 +396,25 @@ void check(const ExecSpace& exec, const Saved<ExecSpace, T>& saved, const Option
       "; use qk_norm l2 (affine), a larger b / (a scale), or small_normaliser clamp"));
 }
 
-template <class T, class ExecSpace, Variant V>
+template <class T, class ExecSpace, LinearVariant V>
 void step(const ExecSpace& exec, const V& variant, const std::type_identity_t<Token<ExecSpace, T>>& token,
           const std::type_identity_t<ConstState<ExecSpace, T>>& before,
           const std::type_identity_t<State<ExecSpace, T>>& after,
           const std::type_identity_t<TensorRef<T, 3, ExecSpace>>& o,
           const std::type_identity_t<Workspace<ExecSpace>>& workspace, const StepOptions& options) {
   const detail::Region region("LinAttn::step");
-  detail::StepCall<accumulator_t<T>, ExecSpace, V> call(exec, variant, detail::problem_of(token), options);
+  detail::StepOf<accumulator_t<T>, ExecSpace, V> call(exec, variant, detail::problem_of(token), options);
   call.template run<T>(token, before, after, o, workspace);
+}
+
+template <class T, class ExecSpace, ExactVariant V>
+void step(const ExecSpace& exec, const V& variant, const std::type_identity_t<Token<ExecSpace, T>>& token,
+          const std::type_identity_t<KeyValueCache<ExecSpace, T>>& cache,
+          const std::type_identity_t<TensorRef<T, 3, ExecSpace>>& o,
+          const std::type_identity_t<Workspace<ExecSpace>>& workspace) {
+  const detail::Region region("LinAttn::step");
+  detail::ExactStep<accumulator_t<T>, ExecSpace, V> call(exec, variant, detail::problem_of(token, cache));
+  call.template run<T>(token, cache, o, workspace);
 }
 
 template <class T, class ExecSpace, Variant V>

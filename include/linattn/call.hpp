@@ -63,11 +63,12 @@ struct Inputs {
 /// backward() reads `o` and `denominator` of normalised rows only. Leave `denominator` out where no
 /// gradient follows or rows are not normalised. `state`, if given, receives the sums after the last key;
 /// it may be the memory of the initial state where no backward() follows, which reads the initial state.
-/// For lln the row sum is relative to the largest exponent of the row, which backward() finds again.
+/// For lln the row sum is relative to the largest exponent of the row, which backward() finds again; for exact attention
+/// `denominator` is its logarithm, log sum_j exp(scale q_i . k_j), -infinity where no key is seen.
 ///
 /// With dropout `o` is what the noise has multiplied. Kept beside those only if given: `smallest` (M,H), which receives
 /// for each sequence and head where a row sum was smallest, for check() (normalised rows under SmallNormaliser::check,
-/// not of lln; refused otherwise). `centred` (B,H,Nq,Dv), if given together with Options::center_v,
+/// not of variants whose row sums cannot vanish: lln, lln-diag, performer, softmax; refused otherwise). `centred` (B,H,Nq,Dv), if given together with Options::center_v,
 /// receives o before the centre was added back and before noise; backward() is more accurate with it.
 /// `linear` (B,H,Nq,Dv), for variants with a local term: receives the linear branch before it is combined, which
 /// backward() needs for the gradients of r and p (and is more accurate with it); without it nothing more is kept.
@@ -126,7 +127,7 @@ struct Options {
   /// significant bits (those of float16 and bfloat16 tensors have no more). Sums stay in float.
   bool allow_tf32 = false;
   Dropout dropout{};  ///< noise on the output, in training
-  /// What becomes of row sums that nearly vanish, with the limit of |s| / m; of normalised rows, and not of lln,
+  /// What becomes of row sums that nearly vanish, with the limit of |s| / m; of normalised rows, and not of lln, lln-diag, performer and softmax,
   /// whose row sums cannot vanish. To clamp or record those of calls with states, states must have m (affine).
   SmallNormaliser small_normaliser = SmallNormaliser::check;
   double least_normaliser = 1e-6;
@@ -143,6 +144,16 @@ struct Token {
   TensorRef<const T, 3, ExecSpace> k{};
   TensorRef<const T, 3, ExecSpace> v{};
   TensorRef<const std::uint8_t, 1, ExecSpace> key_mask{};
+};
+
+/// Keys k (B,Hkv,capacity,D) and values v (B,Hkv,capacity,Dv) of the tokens so far, for step() of exact attention:
+/// position n of a sequence holds those of its token n, for n < length (B). A step writes the new token behind them,
+/// and adds 1 to the length. A prefill is a copy of k and v, and their number.
+template <class ExecSpace, class T>
+struct KeyValueCache {
+  TensorRef<T, 4, ExecSpace> k{};
+  TensorRef<T, 4, ExecSpace> v{};
+  TensorRef<std::int64_t, 1, ExecSpace> length{};
 };
 
 /// How step() attends; as in Options.

@@ -5,7 +5,6 @@
 #include <linattn/engine/engine.hpp>
 #include <linattn/local_softmax.hpp>
 #include <linattn/variant.hpp>
-#include <type_traits>
 
 /// \file joined.hpp
 /// A linear attention joined by exact attention inside blocks: two branches, one call.
@@ -16,7 +15,7 @@
 
 namespace LinAttn::detail {
 
-template <class A, class ExecSpace, Variant V>
+template <class A, class ExecSpace, LinearVariant V>
 class JoinedCall : public Call<A, ExecSpace, V> {
   using Base = Call<A, ExecSpace, V>;
 
@@ -26,7 +25,7 @@ class JoinedCall : public Call<A, ExecSpace, V> {
       : Base(exec, variant, problem, pass, storage, options),
         m_term(variant.local_term()),
         m_pass(pass),
-        m_local(exec, m_term, problem, pass, options.causal, options.chunk, m_term.combine != Combine::average) {}
+        m_local(exec, m_term, problem, pass, storage, options.causal, options.chunk, m_term.combine != Combine::average) {}
 
   std::size_t workspace_bytes() {
     return Base::workspace_bytes([this](ArenaCursor& arena) { place_local(arena); });
@@ -106,9 +105,5 @@ class JoinedCall : public Call<A, ExecSpace, V> {
   LocalSoftmax<A, ExecSpace> m_local;
   A* m_dots = nullptr;
 };
-
-/// The call of one pass of a variant.
-template <class A, class ExecSpace, Variant V>
-using CallOf = std::conditional_t<has_local_term_v<V>, JoinedCall<A, ExecSpace, V>, Call<A, ExecSpace, V>>;
 
 }  // namespace LinAttn::detail

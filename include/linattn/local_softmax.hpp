@@ -12,7 +12,8 @@
 #include <linattn/workspace.hpp>
 
 /// \file local_softmax.hpp
-/// Exact attention inside blocks, forward and backward, from the arguments of a public call to kernels.
+/// Exact attention, forward and backward, from the arguments of a public call to kernels: inside blocks, joined to a
+/// linear attention, or alone and of whole sequences.
 
 namespace LinAttn::detail {
 
@@ -68,15 +69,33 @@ struct SumColumnParts {
   }
 };
 
-/// One call of one pass of the local branch, for sums of type A and any storage that is summed in it.
+/// The scale of scores as kernels have it.
+template <class A>
+A score_scale_as(double scale) {
+  const A rounded = static_cast<A>(scale);
+  if (!(rounded > A(0)) || !(rounded - rounded == A(0)))
+    throw InvalidArgument(
+        message("LinAttn: the scale of the scores must be positive and finite in the precision of the sums, found ", scale));
+  return rounded;
+}
+
+/// One call of one pass of exact attention, for sums of type A and any storage that is summed in it.
 template <class A, class ExecSpace>
 class LocalSoftmax {
  public:
   using Args = SoftmaxArguments<A>;
 
-  /// Checks the variant's term and makes the plan.
-  LocalSoftmax(const ExecSpace& exec, const BlockDiagonal& term, const Problem& problem, Pass pass, bool causal, int chunk,
-               bool wants_factors)
+  /// Of whole sequences, alone. Makes the plan.
+  LocalSoftmax(const ExecSpace& exec, double scale, const Problem& problem, Pass pass, Storage storage, bool causal,
+               int chunk)
+      : m_exec(exec), m_problem(problem), m_pass(pass), m_wants_factors(false) {
+    m_args.scale = score_scale_as<A>(scale);
+    make_plan(std::numeric_limits<std::int64_t>::max(), storage, causal, chunk);
+  }
+
+  /// Inside blocks, joined. Checks the variant's term and makes the plan.
+  LocalSoftmax(const ExecSpace& exec, const BlockDiagonal& term, const Problem& problem, Pass pass, Storage storage,
+               bool causal, int chunk, bool wants_factors)
       : m_exec(exec), m_problem(problem), m_pass(pass), m_wants_factors(wants_factors) {
     if (term.block < 0)
       throw InvalidArgument(message("LinAttn: block must be positive (0: D), found ", term.block));
@@ -86,37 +105,12 @@ class LocalSoftmax {
     if (term.combine != Combine::average) term.r.template validate<ExecSpace>("diag_r", problem.heads, problem.dv);
     if (term.combine == Combine::scale) term.p.template validate<ExecSpace>("diag_p", problem.heads, problem.dv);
     Args& a = m_args;
-    a.sequences = problem.sequences();
-    a.heads = problem.heads;
-    a.kv_heads = problem.kv_heads;
-    a.group = problem.group();
-    a.nq = problem.nq;
-    a.nk = problem.nk;
-    a.d = static_cast<int>(problem.d);
-    a.dv = static_cast<int>(problem.dv);
-    a.causal = causal;
-    a.host = is_host_space_v<ExecSpace>;
+    a.joined = true;
     a.scale = problem.d > 0 ? static_cast<A>(1 / std::sqrt(static_cast<double>(problem.d))) : A(1);
     a.combine = term.combine;
     a.r = term.r;
     a.p = term.p;
-    const std::int64_t longest = std::max<std::int64_t>({1, problem.longest_keys(), problem.longest_queries()});
-    a.block = std::min(longest, term.block > 0 ? term.block : std::max<std::int64_t>(1, problem.d));
-    a.plan = make_softmax_plan(problem, machine_of(exec), {.pass = pass,
-                                                           .block = a.block,
-                                                           .chunk = chunk,
-                                                           .tile_bytes = [&](const Plan& plan) {
-                                                             Args trial = m_args;
-                                                             trial.plan = plan;
-                                                             return worker_bytes(trial);
-                                                           }});
-    a.tiles_of_block = (a.block + a.plan.chunk - 1) / a.plan.chunk;
-    a.tiles = (longest + a.block - 1) / a.block * a.tiles_of_block;
-    a.tasks = a.sequences * a.kv_heads * a.plan.segments;
-    constexpr auto most = static_cast<std::size_t>(std::numeric_limits<int>::max());
-    if (a.plan.tile_bytes / sizeof(int) > most)
-      throw InvalidArgument(message("LinAttn: tiles of ", a.plan.chunk, " rows of D = ", problem.d, " and Dv = ",
-                                    problem.dv, " are too large for one worker"));
+    make_plan(term.block > 0 ? term.block : std::max<std::int64_t>(1, problem.d), storage, causal, chunk);
   }
 
   const Plan& plan() const { return m_args.plan; }
@@ -128,11 +122,12 @@ class LocalSoftmax {
     if (!a.plan.tiles_in_scratch)
       a.worker_memory = arena.take<std::byte>(static_cast<std::int64_t>(a.plan.tile_bytes) * a.plan.workers);
     if (m_pass != Pass::backward) return;
-    const std::int64_t rows = m_problem.batch * m_problem.heads * m_problem.nq;
     if (a.tiles_of_block > 1) {
-      a.maxima = arena.take<A>(rows);
-      a.sums = arena.take<A>(rows);
-      a.deltas = arena.take<A>(rows);
+      const auto rows = [&] {
+        return RowTensor<A>(arena.take<A>(m_problem.batch * a.heads * a.nq), a.heads * a.nq, a.nq, 1);
+      };
+      if (a.joined) a.logsums = rows();
+      a.deltas = rows();
     }
     if (m_wants_factors) {
       a.r_parts = arena.take<double>(a.tasks * a.group * a.dv);
@@ -140,8 +135,8 @@ class LocalSoftmax {
     }
   }
 
-  /// Rows, masks and offsets as the linear branch has them; offsets are then those that kernels can read. `linear_dots`
-  /// (B,H,Nq) receives in the backward pass what the linear branch needs.
+  /// Rows, masks and offsets as `linear` has them, whose offsets are those that kernels can read. `linear_dots` (B,H,Nq)
+  /// receives in the backward pass what the linear branch needs.
   template <class LinearArguments>
   void bind(const LinearArguments& linear, A* linear_dots) {
     Args& a = m_args;
@@ -162,36 +157,89 @@ class LocalSoftmax {
   }
   void keep_linear(const StoredTensor<A>& linear) { m_args.linear = linear; }
 
-  /// Joins o_block to the o_linear that o holds.
+  /// Alone writes o, joined adds o_block to the o_linear that o holds.
   void launch_forward() {
-    if (m_args.nq > 0) walk("LinAttn::forward::blocks", SoftmaxWalk::output);
+    if (m_args.nq > 0)
+      walk(m_args.joined ? "LinAttn::forward::blocks" : "LinAttn::forward::softmax", SoftmaxWalk::output);
   }
 
-  /// Gradients of this branch, and the dots of the other.
+  /// Gradients of this branch and, joined, the dots of the other.
   void launch_backward(const TensorRef<double, 2, ExecSpace>& d_r, const TensorRef<double, 2, ExecSpace>& d_p) {
     Args& a = m_args;
     if (!d_r.present() && !d_p.present()) a.r_parts = a.p_parts = nullptr;
-    if (a.tiles_of_block == 1) {
-      walk("LinAttn::backward::block_gradient", SoftmaxWalk::block_gradient);
-    } else {
-      walk("LinAttn::backward::block_rows", SoftmaxWalk::row_gradient);  // clears the parts, too
-      if (a.d_k || a.d_v) walk("LinAttn::backward::block_keys", SoftmaxWalk::key_gradient);
-    }
+    launch_gradients();
     sum_parts(d_r, a.r_parts, a.combine == Combine::ratio ? a.p_parts : nullptr);
     sum_parts(d_p, a.p_parts, nullptr);
   }
+  void launch_backward() { launch_gradients(); }
 
  private:
+  void make_plan(std::int64_t block, Storage storage, bool causal, int chunk) {
+    Args& a = m_args;
+    const Problem& problem = m_problem;
+    a.sequences = problem.sequences();
+    a.heads = problem.heads;
+    a.kv_heads = problem.kv_heads;
+    a.group = problem.group();
+    a.nq = problem.nq;
+    a.nk = problem.nk;
+    a.d = static_cast<int>(problem.d);
+    a.dv = static_cast<int>(problem.dv);
+    a.causal = causal;
+    a.host = is_host_space_v<ExecSpace>;
+    const std::int64_t longest = std::max<std::int64_t>({1, problem.longest_keys(), problem.longest_queries()});
+    a.block = std::min(longest, block);
+    a.plan = make_softmax_plan(problem, machine_of(m_exec), {.pass = m_pass,
+                                                             .block = a.block,
+                                                             .chunk = chunk,
+                                                             .stores_native = storage == Storage::native,
+                                                             .exact = sizeof(A) >= 8,
+                                                             .tile_bytes = [&](const Plan& plan) {
+                                                               Args trial = m_args;
+                                                               trial.plan = plan;
+                                                               return worker_bytes(trial);
+                                                             }});
+    a.tiles_of_block = (a.block + a.plan.chunk - 1) / a.plan.chunk;
+    a.tiles = (longest + a.block - 1) / a.block * a.tiles_of_block;
+    a.tasks = a.sequences * a.kv_heads * a.plan.segments;
+    constexpr auto most = static_cast<std::size_t>(std::numeric_limits<int>::max());
+    if (a.plan.tile_bytes / sizeof(int) > most)
+      throw InvalidArgument(message("LinAttn: tiles of ", a.plan.chunk, " rows of D = ", problem.d, " and Dv = ",
+                                    problem.dv, " are too large for one worker"));
+  }
+
   std::size_t worker_bytes(const Args& args) const {
     ArenaCursor counter;  // of all gradients those of a block that is one tile need most
     SoftmaxTiles<A>(counter, args, m_pass == Pass::forward ? SoftmaxWalk::output : SoftmaxWalk::block_gradient);
     return counter.required();
   }
 
+  void launch_gradients() {
+    Args& a = m_args;
+    if (a.tiles_of_block == 1)
+      return walk(a.joined ? "LinAttn::backward::block_gradient" : "LinAttn::backward::softmax",
+                  SoftmaxWalk::block_gradient);
+    if (a.joined)
+      walk("LinAttn::backward::block_rows", SoftmaxWalk::row_sum);  // clears the parts, too
+    else
+      walk("LinAttn::backward::softmax_rows", SoftmaxWalk::row_delta);
+    const bool wants_keys = a.d_k || a.d_v;
+    if (a.plan.pairs && a.d_q && wants_keys)
+      return walk(a.joined ? "LinAttn::backward::block_pairs" : "LinAttn::backward::softmax_pairs",
+                  SoftmaxWalk::pair_gradient);
+    if (a.d_q)
+      walk(a.joined ? "LinAttn::backward::block_queries" : "LinAttn::backward::softmax_queries",
+           SoftmaxWalk::row_gradient);
+    if (wants_keys)
+      walk(a.joined ? "LinAttn::backward::block_keys" : "LinAttn::backward::softmax_keys", SoftmaxWalk::key_gradient);
+  }
+
   void walk(const char* label, SoftmaxWalk kind) {
-    if (m_args.tasks == 0) return;
-    const int workers = static_cast<int>(std::min<std::int64_t>(m_args.tasks, m_args.plan.workers));
-    launch_workers(m_exec, label, workers, m_args.plan, SoftmaxWorkers<ExecSpace, A>{m_args, kind, workers});
+    Args args = m_args;
+    if (kind == SoftmaxWalk::pair_gradient) args.tasks = args.sequences * args.kv_heads;
+    if (args.tasks == 0) return;
+    const int workers = static_cast<int>(std::min<std::int64_t>(args.tasks, args.plan.workers));
+    launch_workers(m_exec, label, workers, args.plan, SoftmaxWorkers<ExecSpace, A>{args, kind, workers});
   }
 
   void sum_parts(const TensorRef<double, 2, ExecSpace>& gradient, const double* parts, const double* less) {

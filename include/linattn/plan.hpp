@@ -43,13 +43,14 @@ struct Plan {
   int team_size = 1;              ///< threads of a team
   int shift_interval = 1;         ///< chunks between stored shifts (scaled feature maps)
   bool compensated = false;       ///< sums over chunks keep what rounding loses (long sequences in fp32)
+  bool pairs = false;             ///< exact attention, backward: a pair of tiles is met once, by one worker a head
   bool tiles_in_scratch = false;  ///< tiles live in the team's scratch memory, else in the workspace
   std::size_t tile_bytes = 0;     ///< fast memory of one worker
 
   std::string to_string() const {
     return detail::message("chunk=", chunk, " segments=", segments, " tiles=", tiles, " workers=", workers,
                            " team_size=", team_size, " shift_interval=", shift_interval,
-                           compensated ? " compensated" : "", " tile_bytes=", tile_bytes,
+                           compensated ? " compensated" : "", pairs ? " pairs" : "", " tile_bytes=", tile_bytes,
                            tiles_in_scratch ? " (scratch)" : " (workspace)");
   }
 };
@@ -186,11 +187,13 @@ inline Plan make_plan(const Problem& problem, const MachineTraits& machine, cons
   return plan;
 }
 
-/// What exact attention inside blocks asks of the plan.
+/// What exact attention asks of the plan.
 struct SoftmaxPlanRequest {
   Pass pass = Pass::forward;
   std::int64_t block = 1;  ///< keys of a block, not more than a sequence has
   int chunk = 0;           ///< rows of a tile; 0 lets the plan decide
+  bool stores_native = true;  ///< gradients can be summed where the caller keeps them
+  bool exact = false;         ///< sums are so precise that they are never compensated (fp64)
   /// Fast memory of one worker under a plan of which chunk is decided.
   std::function<std::size_t(const Plan&)> tile_bytes;
 };
@@ -199,10 +202,16 @@ struct SoftmaxPlanRequest {
 /// workers. The number of runs does not depend on the machine, since parts of gradients are summed over them.
 inline Plan make_softmax_plan(const Problem& problem, const MachineTraits& machine, const SoftmaxPlanRequest& request) {
   constexpr int widest_block_tile = 128;  // a block of one tile saves products; longer ones do not fit fast memory
-  constexpr int host_tile = 64;
+  const int host_tile = request.pass == Pass::forward ? 128 : 64;  // keys are transposed for each tile of queries
+  constexpr int largest_tile = 1 << 14;
   constexpr int device_tiles[] = {64, 32, 16};
   constexpr int device_team_size = 128;
   constexpr std::int64_t most_runs = 64;
+  constexpr std::int64_t additions = 512;  // of tiles to a row whose rounding is let pass
+  constexpr std::int64_t products_of_pairs = 5, products_of_rows_and_keys = 7;
+  if (request.chunk < 0 || request.chunk > largest_tile)
+    throw InvalidArgument(detail::message("LinAttn: chunk must be between 1 and ", largest_tile,
+                                          " (0 lets the plan decide), found ", request.chunk));
   Plan plan;
   const auto no_longer_than_a_block = [&](std::int64_t tile) {
     return static_cast<int>(std::clamp<std::int64_t>(request.block, 1, tile));
@@ -212,23 +221,49 @@ inline Plan make_softmax_plan(const Problem& problem, const MachineTraits& machi
                                       : !machine.host                      ? device_tiles[0]
                                       : request.block <= widest_block_tile ? widest_block_tile
                                                                            : host_tile);
-  plan.tile_bytes = request.tile_bytes(plan);
+  const auto tiles_in_a_block = [&](const Plan& p) { return (request.block + p.chunk - 1) / p.chunk; };
+  const auto complete = [&](Plan& p) {
+    p.compensated = request.pass == Pass::forward && !request.exact && tiles_in_a_block(p) > additions;
+    p.tile_bytes = request.tile_bytes(p);
+  };
+  complete(plan);
   for (int tile : device_tiles) {
     if (machine.host || plan.tiles_in_scratch) break;
     Plan trial = plan;
     trial.chunk = no_longer_than_a_block(request.chunk ? request.chunk : tile);
-    trial.tile_bytes = request.tile_bytes(trial);
+    complete(trial);
     if (trial.tile_bytes > machine.scratch_bytes) continue;
     plan = trial;
     plan.tiles_in_scratch = true;
   }
   const std::int64_t longest = std::max<std::int64_t>({1, problem.longest_queries(), problem.longest_keys()});
-  const std::int64_t tiles_of_block = (request.block + plan.chunk - 1) / plan.chunk;
+  const std::int64_t tiles_of_block = tiles_in_a_block(plan);
   const std::int64_t tiles = (longest + request.block - 1) / request.block * tiles_of_block;
   plan.segments = static_cast<int>(std::min(tiles, most_runs));
   const std::int64_t tasks = problem.sequences() * problem.kv_heads * plan.segments;
   const std::int64_t most_workers = std::max(1, machine.concurrency / plan.team_size);
   plan.workers = static_cast<int>(std::clamp<std::int64_t>(tasks, 1, most_workers));
+  if (machine.host && request.pass == Pass::backward && request.stores_native && tiles_of_block > 1) {
+    const std::int64_t heads = problem.sequences() * problem.kv_heads;
+    const std::int64_t rounds = (heads + most_workers - 1) / most_workers;
+    plan.pairs = products_of_pairs * rounds * most_workers <= products_of_rows_and_keys * heads;
+  }
+  return plan;
+}
+
+/// Keys that one worker attends to in a step of exact attention; parts are summed over them.
+inline constexpr std::int64_t decode_split = 1024;
+
+/// Cuts a step of exact attention over a cache of problem.nk positions: `segments` splits, `chunk` keys at once.
+inline Plan make_decode_plan(const Problem& problem, const MachineTraits& machine) {
+  constexpr int device_team_size = 128;
+  Plan plan;
+  plan.chunk = 64;
+  if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
+  plan.segments = static_cast<int>(std::max<std::int64_t>(1, (problem.nk + decode_split - 1) / decode_split));
+  const std::int64_t most_workers = std::max(1, machine.concurrency / plan.team_size);
+  plan.workers =
+      static_cast<int>(std::clamp<std::int64_t>(problem.batch * problem.kv_heads * plan.segments, 1, most_workers));
   return plan;
 }
 
@@ -248,6 +283,29 @@ inline Plan make_step_plan(const Problem& problem, std::int64_t features, const 
     plan.tiles = static_cast<int>(std::min({wanted, columns, machine.host ? parts : columns}));
   }
   plan.workers = static_cast<int>(std::clamp<std::int64_t>(units * plan.tiles, 1, most_workers));
+  return plan;
+}
+
+/// Cuts the projection of rows, at most `rows` of each of `heads`, into tiles of `chunk`. Rows are independent of each
+/// other.
+inline Plan make_projection_plan(std::int64_t heads, std::int64_t rows, const MachineTraits& machine,
+                                 const std::function<std::size_t(int)>& tile_bytes) {
+  constexpr int host_tile = 64, device_tiles[] = {64, 32, 16};
+  constexpr int device_team_size = 128;
+  Plan plan;
+  const auto no_longer_than_a_head = [&](int tile) { return static_cast<int>(std::clamp<std::int64_t>(rows, 1, tile)); };
+  if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
+  plan.chunk = no_longer_than_a_head(machine.host ? host_tile : device_tiles[2]);
+  for (int tile : device_tiles) {
+    if (machine.host || plan.tiles_in_scratch) break;
+    if (tile_bytes(no_longer_than_a_head(tile)) > machine.scratch_bytes) continue;
+    plan.chunk = no_longer_than_a_head(tile);
+    plan.tiles_in_scratch = true;
+  }
+  plan.tile_bytes = tile_bytes(plan.chunk);
+  const std::int64_t tasks = heads * ((rows + plan.chunk - 1) / plan.chunk);
+  plan.workers =
+      static_cast<int>(std::clamp<std::int64_t>(tasks, 1, std::max(1, machine.concurrency / plan.team_size)));
   return plan;
 }
 
@@ -294,6 +352,16 @@ inline MomentPlan make_moment_plan(std::int64_t tasks, const MachineTraits& mach
   constexpr std::int64_t most_workers = 1 << 16;  // the others take turns
   MomentPlan plan;
   if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
+  plan.workers = static_cast<int>(std::clamp<std::int64_t>(tasks, 1, most_workers));
+  return plan;
+}
+
+/// Workers for tasks that each need memory of their own.
+inline Plan make_worker_plan(std::int64_t tasks, const MachineTraits& machine) {
+  constexpr int device_team_size = 128;
+  Plan plan;
+  if (!machine.host) plan.team_size = std::max(1, std::min(device_team_size, machine.concurrency));
+  const std::int64_t most_workers = std::max(1, machine.concurrency / plan.team_size);
   plan.workers = static_cast<int>(std::clamp<std::int64_t>(tasks, 1, most_workers));
   return plan;
 }

@@ -254,4 +254,58 @@ class ColumnFactors {
   bool m_on_device = true;
 };
 
+/// A matrix of doubles (rows, columns) that rows of q and k are multiplied with, the same for all heads: a View of any
+/// layout. Default construction means "absent".
+///
+/// The View must be accessible from the execution space that later reads it and outlive the kernels.
+class Projection {
+ public:
+  Projection() = default;
+
+  template <class DataType, class... Properties>
+  Projection(const Kokkos::View<DataType, Properties...>& view) {  // NOLINT: implicit on purpose
+    using View = Kokkos::View<DataType, Properties...>;
+    static_assert(int(View::rank) == 2 && std::is_same_v<typename View::non_const_value_type, double>,
+                  "LinAttn: a projection is a rank-2 View of double");
+    m_data = view.data();
+    for (int r = 0; r < 2; ++r) {
+      m_extent[r] = static_cast<std::int64_t>(view.extent(r));
+      m_stride[r] = static_cast<std::int64_t>(view.stride(r));
+    }
+    m_present = true;
+    m_on_host = bool(Kokkos::SpaceAccessibility<Kokkos::HostSpace, typename View::memory_space>::accessible);
+    m_on_device =
+        bool(Kokkos::SpaceAccessibility<Kokkos::DefaultExecutionSpace, typename View::memory_space>::accessible);
+  }
+
+  KOKKOS_FUNCTION double operator()(std::int64_t row, std::int64_t column) const {
+    return m_data[row * m_stride[0] + column * m_stride[1]];
+  }
+
+  bool present() const { return m_present; }
+  std::int64_t rows() const { return m_extent[0]; }
+
+  /// \throws InvalidArgument if there is none, or it is not (one or more, columns), or kernels of ExecSpace could not
+  /// read it.
+  template <class ExecSpace>
+  void validate(const char* name, std::int64_t columns) const {
+    if (!m_present || m_extent[0] < 1 || m_extent[1] != columns)
+      throw InvalidArgument(detail::message("LinAttn: ", name, " must have shape (M, ", columns, ") with M >= 1, found ",
+                                            m_present ? detail::message("(", m_extent[0], ", ", m_extent[1], ")")
+                                                      : std::string("nothing")));
+    if (columns > 0 && !m_data) throw InvalidArgument(detail::message("LinAttn: ", name, " has no memory behind it"));
+    if (!(detail::is_host_space_v<ExecSpace> ? m_on_host : m_on_device))
+      throw InvalidArgument(detail::message("LinAttn: ", name, " lives in memory that ", ExecSpace::name(),
+                                            " cannot access"));
+  }
+
+ private:
+  const double* m_data = nullptr;
+  std::int64_t m_extent[2] = {};
+  std::int64_t m_stride[2] = {};
+  bool m_present = false;
+  bool m_on_host = true;
+  bool m_on_device = true;
+};
+
 }  // namespace LinAttn

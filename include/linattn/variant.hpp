@@ -7,11 +7,22 @@
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
 #include <type_traits>
+#include <utility>
 
 /// \file variant.hpp
-/// What makes one linear attention differ from another, for the engine.
+/// What makes one attention differ from another.
 
 namespace LinAttn {
+
+/// What every variant says of itself: its name, whether it divides by the row sum by default, and the names of the
+/// scalars of each head that it can differentiate, or nullptr.
+template <class V>
+concept NamedVariant = requires {
+  { V::name } -> std::convertible_to<const char*>;
+  { V::normalise_by_default } -> std::convertible_to<bool>;
+  { V::query_parameter } -> std::convertible_to<const char*>;
+  { V::key_parameter } -> std::convertible_to<const char*>;
+};
 
 /// A variant of linear attention that the engine can run:
 ///
@@ -29,22 +40,45 @@ namespace LinAttn {
 ///     BlockDiagonal local_term() const;
 ///         exact attention inside blocks, joined to the linear one (see LlnDiag). Such rows are always normalised, and
 ///         have no states yet
+///     Projection projection;                  member
+///         features are of logits of the rows, M for M rows of the projection, not of their D entries (see Performer).
+///         Both maps are then elementwise or scaled
 ///     V resolved(const Problem&) const;       the variant with defaults that depend on the extents filled in
 ///     void validate(Pass, bool causal) const; throws InvalidArgument for members that do not go together
 template <class V>
-concept Variant = requires(const V& variant) {
-  { V::name } -> std::convertible_to<const char*>;
-  { V::normalise_by_default } -> std::convertible_to<bool>;
-  { V::query_parameter } -> std::convertible_to<const char*>;
-  { V::key_parameter } -> std::convertible_to<const char*>;
+concept LinearVariant = NamedVariant<V> && requires(const V& variant) {
   { variant.query_map() } -> FeatureMap;
   { variant.key_map() } -> FeatureMap;
 };
+
+/// Exact attention: a softmax over the scores score_scale(D) q_i . k_j of the visible keys. It has no feature maps, and
+/// so no State; rows are always normalised.
+template <class V>
+concept ExactVariant = NamedVariant<V> && !LinearVariant<V> && requires(const V& variant) {
+  { variant.score_scale(std::int64_t(1)) } -> std::same_as<double>;
+};
+
+/// What the calls of attention.hpp take.
+template <class V>
+concept Variant = LinearVariant<V> || ExactVariant<V>;
+
+/// Whether the features of a variant are relative to shifts, which its states then have.
+template <class V>
+inline constexpr bool is_scaled_v = false;
+template <LinearVariant V>
+inline constexpr bool is_scaled_v<V> =
+    ScaledFeatureMap<std::remove_cvref_t<decltype(std::declval<const V&>().key_map())>>;
 
 /// Whether exact attention inside blocks is joined to the linear one.
 template <class V>
 inline constexpr bool has_local_term_v = requires(const V& variant) {
   { variant.local_term() } -> std::same_as<BlockDiagonal>;
+};
+
+/// Whether features are of logits, not of entries.
+template <class V>
+concept ProjectedVariant = LinearVariant<V> && requires(const V& variant) {
+  { variant.projection } -> std::convertible_to<const Projection&>;
 };
 
 /// Whether weights have a constant, and its name (nullptr where they have none).
@@ -68,9 +102,9 @@ constexpr const char* scale_parameter_name() {
     return nullptr;
 }
 
-template <Variant V>
+template <LinearVariant V>
 using query_map_t = std::remove_cvref_t<decltype(std::declval<const V&>().query_map())>;
-template <Variant V>
+template <LinearVariant V>
 using key_map_t = std::remove_cvref_t<decltype(std::declval<const V&>().key_map())>;
 
 /// Base of a variant whose queries and keys pass through the same map without parameters. Deriving from
@@ -95,8 +129,28 @@ V resolved(const V& variant, const Problem& problem) {
     return variant;
 }
 
+/// R of a row of d entries; 0 of exact attention.
+template <Variant V>
+std::int64_t features_of(const V& variant, std::int64_t d) {
+  if constexpr (ProjectedVariant<V>)
+    return variant.projection.rows();
+  else if constexpr (LinearVariant<V>)
+    return feature_count(variant.key_map(), d);
+  else
+    return 0;
+}
+
+template <class ExecSpace, ExactVariant V>
+std::int64_t validate_variant(const V& variant, const Problem& problem, Pass, bool) {
+  const double scale = variant.score_scale(problem.d);
+  if (!(scale > 0) || !(scale - scale == 0))
+    throw InvalidArgument(message("LinAttn: the scale of the scores of ", V::name, " must be positive and finite, found ",
+                                  scale));
+  return 0;
+}
+
 /// R, checked to agree between the two maps; parameters checked against the heads.
-template <class ExecSpace, Variant V>
+template <class ExecSpace, LinearVariant V>
 std::int64_t validate_variant(const V& variant, const Problem& problem, Pass pass, bool causal) {
   if constexpr (requires { variant.validate(pass, causal); }) variant.validate(pass, causal);
   if constexpr (has_constant_v<V>)
@@ -105,6 +159,8 @@ std::int64_t validate_variant(const V& variant, const Problem& problem, Pass pas
     variant.query_map().rate.template validate<ExecSpace>(V::query_parameter ? V::query_parameter : "rate", problem.heads);
   static_assert(ScaledFeatureMap<query_map_t<V>> == ScaledFeatureMap<key_map_t<V>>,
                 "LinAttn: query and key map must both be scaled maps or both not be");
+  static_assert(!ProjectedVariant<V> || !(mixes_entries_v<query_map_t<V>> || mixes_entries_v<key_map_t<V>>),
+                "LinAttn: features of logits are elementwise or scaled maps of them");
   static_assert(!has_constant_v<V> || !ScaledFeatureMap<key_map_t<V>>,
                 "LinAttn: scaled maps cannot have a constant added to their weights");
   static_assert(!(RowFeatureMap<query_map_t<V>> && ParameterizedFeatureMap<query_map_t<V>>) &&

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <cmath>
+#include <cstdint>
 #include <linattn/affine.hpp>
 #include <linattn/block_diagonal.hpp>
+#include <linattn/performer.hpp>
+#include <linattn/taylor.hpp>
 #include <linattn/variant.hpp>
 #include <string>
 #include <string_view>
@@ -31,6 +35,13 @@ struct Relu : SameMapVariant<ReluMap> {
 /// phi(x) = x^2.
 struct Quadratic : SameMapVariant<QuadraticMap> {
   static constexpr const char* name = "quadratic";
+};
+
+/// w_ij = cos(q_i, k_j) = q_i . k_j / (|q_i| |k_j|), |x|^2 = sum_d x_d^2 + 1e-6, by the kernels of Affine. Not divided by
+/// the row sum by default: it can have any sign and vanish.
+struct Cosine : SameMapVariant<RowNormMap> {
+  static constexpr const char* name = "cosine";
+  static constexpr bool normalise_by_default = false;
 };
 
 /// LLN attention: phi_q(x) = exp(alpha x), phi_k(x) = exp(beta x) (Nahshan, Kampeas, Haleva 2024).
@@ -74,13 +85,30 @@ struct LlnDiag {
   BlockDiagonal local_term() const { return {block, combine, diag_r, diag_p}; }
 };
 
+/// Exact attention, the baseline of the others: w_ij = exp(scale q_i . k_j), in memory O(N) and time O(N^2).
+///
+/// Forward and backward see half of the pairs under a causal mask. Decoding keeps all keys and values (KeyValueCache).
+struct Softmax {
+  static constexpr const char* name = "softmax";
+  static constexpr bool normalise_by_default = true;
+  static constexpr const char* query_parameter = nullptr;
+  static constexpr const char* key_parameter = nullptr;
+
+  double scale = 0;  ///< positive and finite; 0: 1 / sqrt(D)
+
+  double score_scale(std::int64_t d) const {
+    return scale != 0 ? scale : d > 0 ? 1 / std::sqrt(static_cast<double>(d)) : 1.0;
+  }
+};
+
 template <class... V>
 struct VariantList {};
 
 /// Every shipped variant that is nothing but sums over keys, and so has states and step().
-using LinearVariants = VariantList<Identity, Elu, Relu, Quadratic, Lln, Affine>;
+using LinearVariants = VariantList<Identity, Elu, Relu, Quadratic, Lln, Affine, Taylor, Cosine, Performer>;
 /// Every shipped variant: one line here gives a variant its tests, command line, fixtures and benchmarks.
-using Variants = VariantList<Identity, Elu, Relu, Quadratic, Lln, Affine, LlnDiag>;
+using Variants =
+    VariantList<Identity, Elu, Relu, Quadratic, Lln, Affine, Taylor, Cosine, Performer, LlnDiag, Softmax>;
 
 namespace detail {
 template <class... V, class Body>

@@ -3,3 +3,4 @@
 #include <linattn/instantiations.hpp>
 
 LINATTN_INSTANTIATE(, LinAttn::Affine)
+LINATTN_INSTANTIATE(, LinAttn::Cosine)

@@ -4,3 +4,4 @@
 
 LINATTN_INSTANTIATE(, LinAttn::Lln)
 LINATTN_INSTANTIATE(, LinAttn::LlnDiag)
+LINATTN_INSTANTIATE(, LinAttn::Performer)

@@ -58,8 +58,8 @@ struct DiagnoseInputs {
 /// order 512 (softmax), those of KokkosBlas::gemv. The same inputs and options give the same bits, whatever the number
 /// of threads. Sums are in double over tiles in double (rows) or in the accumulator type (R x R matrices).
 ///
-/// \throws InvalidArgument if extents or parameters do not fit, for packed sequences, and for negative weights, naming
-/// batch entry, head, row and key
+/// \throws InvalidArgument if extents or parameters do not fit, for packed sequences, for features of logits (performer),
+/// and for negative weights, naming batch entry, head, row and key
 /// \throws EnvironmentFailure if there is not enough memory
 template <class T, class ExecSpace, class Kernel>
 Diagnostics diagnose(const ExecSpace& exec, const Kernel& kernel,
@@ -606,8 +606,11 @@ Diagnostics diagnose(const ExecSpace& exec, const Kernel& kernel,
     if (!(s.query_scale - s.query_scale == 0))
       throw InvalidArgument(detail::message("LinAttn: the scale of softmax must be finite, found ", s.query_scale));
     return detail::Diagnosis<T, ExecSpace, IdentityMap, IdentityMap, true>(exec, Kernel::name, s, options).run(true);
+  } else if constexpr (ProjectedVariant<Kernel>) {
+    throw InvalidArgument(detail::message("LinAttn: features of ", Kernel::name, " are of logits, not of the entries of q "
+                                          "and k, and are not diagnosed"));
   } else {
-    static_assert(Variant<Kernel>, "LinAttn: what is diagnosed is a variant of the engine or SoftmaxKernel");
+    static_assert(LinearVariant<Kernel>, "LinAttn: what is diagnosed is a variant of the engine or SoftmaxKernel");
     static_assert(!has_local_term_v<Kernel>, "LinAttn: a variant with a local term has no single matrix to diagnose");
     using QueryMap = query_map_t<Kernel>;
     using KeyMap = key_map_t<Kernel>;

@@ -154,7 +154,8 @@ struct Arguments {
   /// Whether somebody asks how many keys a row sees.
   KOKKOS_FORCEINLINE_FUNCTION bool counts_keys() const { return has_constant || clamp || records; }
   KOKKOS_FORCEINLINE_FUNCTION bool stores_native() const {
-    return q.storage == Storage::native;  // all tensors of a call are stored alike
+    // tensors of a call are stored alike, but for logits in the place of q and k
+    return q.storage == Storage::native && v.storage == Storage::native;
   }
   /// Tokens whose largest shift is one entry of the table.
   KOKKOS_FORCEINLINE_FUNCTION std::int64_t shift_interval() const {

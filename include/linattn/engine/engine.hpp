@@ -5,6 +5,7 @@
 #include <linattn/engine/arguments.hpp>
 #include <linattn/engine/scan.hpp>
 #include <linattn/engine/walker.hpp>
+#include <linattn/inputs.hpp>
 #include <linattn/launch.hpp>
 #include <linattn/variant.hpp>
 #include <linattn/workspace.hpp>
@@ -55,71 +56,6 @@ struct WalkKernel {
 };
 
 // ---- checks of what the caller gave -----------------------------------------------------------
-
-/// Checks the offsets of packed sequences and enters them into the problem.
-inline void read_offsets(const SequenceOffsets& q, const SequenceOffsets& k, Problem& problem) {
-  if (!q.present() && !k.present()) return;
-  if (!q.present() || !k.present())
-    throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k are given together or not at all, found only ",
-                                  q.present() ? "cu_seqlens_q" : "cu_seqlens_k"));
-  if (problem.batch != 1)
-    throw InvalidArgument(message("LinAttn: cu_seqlens needs B = 1, found B = ", problem.batch));
-  if (q.extent(0) != k.extent(0) || q.extent(0) < 1)
-    throw InvalidArgument(message("LinAttn: cu_seqlens_q and cu_seqlens_k need the same number of at least one ",
-                                  "offset, found ", q.extent(0), " and ", k.extent(0)));
-  const auto longest = [&](const char* name, const SequenceOffsets& offsets, std::int64_t total) {
-    require_memory(name, offsets);
-    const std::int64_t count = offsets.extent(0);
-    if (count > 1 && offsets.stride(0) != 1)
-      throw InvalidArgument(message("LinAttn: ", name, " must be contiguous, found stride ", offsets.stride(0)));
-    if (offsets(0) != 0)
-      throw InvalidArgument(message("LinAttn: ", name, " must start at 0, found ", offsets(0)));
-    std::int64_t largest = 0;
-    for (std::int64_t m = 1; m < count; ++m) {
-      const std::int64_t extent = offsets(m) - offsets(m - 1);
-      if (extent < 0)
-        throw InvalidArgument(message("LinAttn: ", name, " must not decrease, found ", offsets(m - 1), " then ",
-                                      offsets(m), " at entry ", m));
-      largest = std::max(largest, extent);
-    }
-    if (offsets(count - 1) != total)
-      throw InvalidArgument(message("LinAttn: ", name, " must end at ", total, ", found ", offsets(count - 1)));
-    return largest;
-  };
-  problem.longest_q = longest("cu_seqlens_q", q, problem.nq);
-  problem.longest_k = longest("cu_seqlens_k", k, problem.nk);
-  problem.members = q.extent(0) - 1;
-}
-
-/// q, k and v of Inputs or of a Token are there.
-template <class In>
-void require_present(const In& in) {
-  for (const auto& [name, tensor] : {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}})
-    if (!tensor->present()) throw InvalidArgument(message("LinAttn: input ", name, " is missing"));
-}
-
-template <class ExecSpace, class T>
-Problem problem_of(const Inputs<ExecSpace, T>& in) {
-  require_present(in);
-  Problem p;
-  p.batch = in.q.extent(0);
-  p.heads = in.q.extent(1);
-  p.kv_heads = in.k.extent(1);
-  p.nq = in.q.extent(2);
-  p.nk = in.k.extent(2);
-  p.d = in.q.extent(3);
-  p.dv = in.v.extent(3);
-  require_memory("q", in.q);
-  require_shape("k", in.k, {p.batch, p.kv_heads, p.nk, p.d});
-  require_shape("v", in.v, {p.batch, p.kv_heads, p.nk, p.dv});
-  read_offsets(in.cu_seqlens_q, in.cu_seqlens_k, p);
-  if (in.key_mask.present()) {
-    require_shape("key_mask", in.key_mask, {p.batch, p.nk});
-    if (p.packed())
-      throw InvalidArgument("LinAttn: key_mask and cu_seqlens cannot be combined");
-  }
-  return p;
-}
 
 /// Which parts the states of a variant have beside S and z.
 struct StateParts {
@@ -186,14 +122,14 @@ void require_finite_rate(const Map& map) {
   }
 }
 
-template <class A, Variant V>
+template <class A, LinearVariant V>
 Parameter finite_constant(const Parameter& constant) {
   if (!constant.per_head()) finite<A>(V::constant_parameter, constant.value());
   return constant;
 }
 
 /// Whether small row sums are replaced, the request checked.
-template <class A, Variant V>
+template <class A, LinearVariant V>
 bool is_clamp(SmallNormaliser policy, double least, bool normalise) {
   if (!(least >= 0) || !(static_cast<A>(least) - static_cast<A>(least) == A(0)))
     throw InvalidArgument(message("LinAttn: least_normaliser must be finite in the precision of the sums and not "
@@ -207,7 +143,7 @@ bool is_clamp(SmallNormaliser policy, double least, bool normalise) {
 
 /// One call of one pass: everything between the public function and the kernels, for sums of type A and
 /// any storage that is summed in it.
-template <class A, class ExecSpace, Variant V>
+template <class A, class ExecSpace, LinearVariant V>
 class Call {
  public:
   using QueryMap = query_map_t<V>;
@@ -243,7 +179,7 @@ class Call {
     m_args.scale = finite<A>("scale", options.scale);
     m_args.allow_tf32 = options.allow_tf32;
     m_args.host = is_host_space_v<ExecSpace>;
-    m_args.q.storage = storage;
+    m_args.q.storage = m_args.v.storage = storage;
     enter_constant(variant);
     if constexpr (has_local_term_v<V>) require_joinable(options);
     enter_dropout(options.dropout);
@@ -574,9 +510,7 @@ class Call {
       m_final_sums = arena.take<A>(units() * m_args.features);
       if constexpr (scaled) m_final_shifts = arena.take<int>(units() * m_args.features);
     }
-    if constexpr (!is_host_space_v<ExecSpace>) {
-      if (m_problem.packed()) m_device_offsets = arena.take<std::int64_t>(2 * (m_problem.members + 1));
-    }
+    m_device_offsets = place_offsets<ExecSpace>(arena, m_problem);
     if (m_pass == Pass::backward) {
       if constexpr (scaled)
         m_args.shift_table = arena.take<int>(units() * m_args.shift_entries * m_args.features);
@@ -593,14 +527,6 @@ class Call {
       if (m_args.key_map.of_sequence())
         place_largest_rows(arena, m_args.largest_keys, m_args.kv_heads, m_problem.longest_keys(), true);
     }
-  }
-
-  const std::int64_t* copy_offsets(const std::int64_t* from, std::int64_t* to, std::size_t count) {
-    using Host = Kokkos::View<const std::int64_t*, Kokkos::HostSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
-    using Device = Kokkos::View<std::int64_t*, typename ExecSpace::memory_space,
-                                Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
-    Kokkos::deep_copy(m_exec, Device(to, count), Host(from, count));
-    return to;
   }
 
   void launch_query_gradients() {
@@ -711,7 +637,7 @@ class Call {
   Args m_args;
 };
 
-template <class A, class ExecSpace, Variant V>
+template <class A, class ExecSpace, LinearVariant V>
 template <class T>
 void Call<A, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<ExecSpace, T>& saved) {
   m_args.q = decltype(m_args.q)(in.q);
@@ -719,30 +645,7 @@ void Call<A, ExecSpace, V>::bind(const Inputs<ExecSpace, T>& in, const Saved<Exe
   m_args.v = decltype(m_args.v)(in.v);
   m_args.o = decltype(m_args.o)(saved.o);
   m_args.denominator = decltype(m_args.denominator)(saved.denominator);
-  if (in.key_mask.present()) {
-    m_args.key_mask = in.key_mask.data();
-    m_args.mask_batch_stride = in.key_mask.stride(0);
-    m_args.mask_stride = in.key_mask.stride(1);
-  }
-  if (m_problem.packed()) {
-    if (m_args.causal) {
-      for (std::int64_t m = 0; m < m_problem.members; ++m) {
-        const std::int64_t nq = in.cu_seqlens_q(m + 1) - in.cu_seqlens_q(m);
-        const std::int64_t nk = in.cu_seqlens_k(m + 1) - in.cu_seqlens_k(m);
-        if (nq > nk)
-          throw InvalidArgument(message("LinAttn: causal attention needs Nq <= Nk in every member, found Nq = ",
-                                        nq, " and Nk = ", nk, " in member ", m));
-      }
-    }
-    if constexpr (is_host_space_v<ExecSpace>) {
-      m_args.cu_seqlens_q = in.cu_seqlens_q.data();
-      m_args.cu_seqlens_k = in.cu_seqlens_k.data();
-    } else {
-      const std::size_t count = static_cast<std::size_t>(m_problem.members + 1);
-      m_args.cu_seqlens_q = copy_offsets(in.cu_seqlens_q.data(), m_device_offsets, count);
-      m_args.cu_seqlens_k = copy_offsets(in.cu_seqlens_k.data(), m_device_offsets + count, count);
-    }
-  }
+  bind_visibility(m_exec, in, m_problem, m_args.causal, m_device_offsets, m_args);
   enter_state("initial state", in.state, m_args.initial, true);
   if constexpr (divides_by_norm) {
     if (m_args.initial.present && m_args.query_map.of_sequence())

@@ -293,7 +293,7 @@ struct CountStep {
 };
 
 /// Everything between the public function and the kernels of a step.
-template <class A, class ExecSpace, Variant V>
+template <class A, class ExecSpace, LinearVariant V>
 class StepCall {
  public:
   using QueryMap = query_map_t<V>;
@@ -339,16 +339,27 @@ class StepCall {
 
   const Plan& plan() const { return m_plan; }
 
-  std::size_t workspace_bytes() const {
-    const std::int64_t places = m_args.tiles == 1 ? m_plan.workers : units();
+  std::size_t workspace_bytes() {
+    return workspace_bytes([](ArenaCursor&) {});
+  }
+  /// The same with what more(arena) takes.
+  template <class More>
+  std::size_t workspace_bytes(const More& more) {
     ArenaCursor counter;
-    counter.take<std::byte>(places * m_args.unit_bytes);
+    place(counter);
+    more(counter);
     return counter.required();
   }
 
   template <class T>
   void run(const Token<ExecSpace, T>& token, const ConstState<ExecSpace, T>& before, const State<ExecSpace, T>& after,
            const TensorRef<T, 3, ExecSpace>& o, const Workspace<ExecSpace>& workspace) {
+    run(token, before, after, o, workspace, [](ArenaCursor&, auto&) {});
+  }
+  /// The same where prepare(arena, arguments) comes before the kernels.
+  template <class T, class Prepare>
+  void run(const Token<ExecSpace, T>& token, const ConstState<ExecSpace, T>& before, const State<ExecSpace, T>& after,
+           const TensorRef<T, 3, ExecSpace>& o, const Workspace<ExecSpace>& workspace, const Prepare& prepare) {
     const Problem& p = m_problem;
     require_output("o", o, {p.batch, p.heads, p.dv});
     if (token.key_mask.present()) {
@@ -367,11 +378,12 @@ class StepCall {
     if (units() == 0) return count_key();
     require_memory(workspace);
     ArenaCursor arena(workspace.data());
-    m_args.memory = arena.take<std::byte>(1);
+    place(arena);
     m_args.q = StoredTensor<A>(token.q);
     m_args.k = StoredTensor<A>(token.k);
     m_args.v = StoredTensor<A>(token.v);
     m_args.o = StoredTensor<A>(o);
+    prepare(arena, m_args);
     if (m_args.tiles == 1) {
       launch("LinAttn::step::token", true, true, units());
     } else {
@@ -382,6 +394,11 @@ class StepCall {
   }
 
  private:
+  void place(ArenaCursor& arena) {
+    const std::int64_t places = m_args.tiles == 1 ? m_plan.workers : units();
+    m_args.memory = arena.take<std::byte>(places * m_args.unit_bytes);
+  }
+
   void count_key() {
     if constexpr (has_constant_v<V>) {
       if (m_args.sequences == 0) return;

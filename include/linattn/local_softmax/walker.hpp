@@ -13,24 +13,28 @@
 /// \file walker.hpp
 /// One worker at the tiles of one sequence and key/value head: exact attention in memory O(N).
 ///
-/// A sequence is cut into blocks, each attends inside itself. With scores x_ij = q_i . k_j and weights
-/// P_ij = exp(scale (x_ij - m_i)) / l_i, m_i the largest score of the row and l_i the sum of its exponentials:
+/// A sequence is cut into blocks, each attends inside itself; a block may be the whole sequence. With scores
+/// x_ij = q_i . k_j, m_i the largest of a row, l_i = sum_j exp(scale (x_ij - m_i)), L_i = scale m_i + log l_i and weights
+/// P_ij = exp(scale (x_ij - m_i)) / l_i = exp(scale x_ij - L_i):
 ///
 ///     forward     o_i = sum_j P_ij v_j
 ///     backward    dP_ij = g_i . v_j      delta_i = sum_j P_ij dP_ij      dx_ij = scale P_ij (dP_ij - delta_i)
 ///                 dq_i = sum_j dx_ij k_j     dk_j = sum_i dx_ij q_i      dv_j = sum_i P_ij g_i
 ///
 /// Tiles of queries meet tiles of keys; m, l and what is summed with P are brought from one maximum to the next as in
-/// the online softmax of Milakov and Gimelshein (2018). m, l and delta are found again in the backward pass, so nothing
-/// is kept. Tiles begin where blocks begin, so that a pair of tiles is either seen as a whole, or lies on the diagonal
-/// of a causal mask, where products leave out what lies above it.
+/// the online softmax of Milakov and Gimelshein (2018). Tiles begin where blocks begin, so that a pair of tiles is either
+/// seen as a whole, or lies on the diagonal of a causal mask, where products leave out what lies above it.
 ///
-/// A block of one tile has its gradients from one walk (block_gradient, five products of N block D); a longer one from
-/// two, over tiles of queries (row_gradient) and over tiles of keys (key_gradient).
+/// A block of one tile has its gradients from one walk (block_gradient, five products of N block D). A longer one knows
+/// L and delta of its rows first, then meets each pair of tiles once, walking over tiles of keys and adding to dq in
+/// memory (pair_gradient, five products), where there are heads enough for all workers; otherwise twice, over tiles of
+/// queries (row_gradient, three products) and over tiles of keys (key_gradient, four). The bits are the same.
+///
+/// **Alone**, o is that of this branch, the forward pass keeps L, and delta_i = dO_i . o_i (row_delta).
 ///
 /// **Joined** to a linear attention: o = r o_linear + p o_block, where o holds o_linear before and o afterwards. The
 /// cotangent of this branch is g = p dO. The other one is told dO . (r o_linear) = dO . o - delta, which it would
-/// otherwise need o_linear for.
+/// otherwise need o_linear for. Nothing is kept: L and delta are found again (row_sum, two products).
 ///
 /// Hidden keys and keys of other blocks are never read.
 
@@ -43,8 +47,11 @@ struct SoftmaxArguments {
   StoredTensor<A> o{};  // forward: written (joined: read before); backward: read
   StoredTensor<A> d_o{};
   StoredTensor<A> d_q{}, d_k{}, d_v{};
+  bool joined = false;         // to a linear attention
   StoredTensor<A> linear{};    // o_linear, if it is kept
   RowTensor<A> linear_dots{};  // backward: receives dO . (r o_linear) of each row
+  RowTensor<A> logsums{};      // L; alone: written by the forward pass, if wanted, and read by the backward pass
+  RowTensor<A> deltas{};       // backward, for blocks of several tiles; as logsums where joined
 
   const std::uint8_t* key_mask = nullptr;  // (batch, nk); nullptr: every key is visible
   std::int64_t mask_batch_stride = 0, mask_stride = 0;
@@ -65,12 +72,11 @@ struct SoftmaxArguments {
   std::int64_t tiles = 0;            // of the longest sequence
   std::int64_t tasks = 0;            // (sequence, key/value head, run)
   std::byte* worker_memory = nullptr;
-  A *maxima = nullptr, *sums = nullptr, *deltas = nullptr;  // (batch, head, query), for blocks of several tiles
-  double *r_parts = nullptr, *p_parts = nullptr;            // (task, group, Dv)
+  double *r_parts = nullptr, *p_parts = nullptr;  // (task, group, Dv)
 };
 
 /// The walks a worker can be asked for.
-enum class SoftmaxWalk { output, block_gradient, row_gradient, key_gradient };
+enum class SoftmaxWalk { output, block_gradient, row_delta, row_sum, row_gradient, key_gradient, pair_gradient };
 
 /// Tiles of one worker, padded as in engine/arguments.hpp.
 template <class A>
@@ -85,7 +91,9 @@ struct SoftmaxTiles {
   A *query_gradients = nullptr, *key_gradients = nullptr;  // (C, D)
   A *value_gradients = nullptr;                  // (C, Dv)
   A *hidden = nullptr;                           // (C): 0 for a visible key, else -infinity
-  A *maxima = nullptr, *sums = nullptr, *corrections = nullptr, *deltas = nullptr, *dots = nullptr;  // (C)
+  A *out_low = nullptr, *sums_low = nullptr;     // what long sums lost, if compensated
+  A *maxima = nullptr, *sums = nullptr, *corrections = nullptr;  // (C)
+  A *logsums = nullptr, *deltas = nullptr, *dots = nullptr;      // (C)
 
   template <class Args>
   KOKKOS_FUNCTION SoftmaxTiles(ArenaCursor& arena, const Args& args, SoftmaxWalk walk) {
@@ -103,6 +111,11 @@ struct SoftmaxTiles {
     maxima = arena.take<A>(c);
     sums = arena.take<A>(c);
     corrections = arena.take<A>(c);
+    logsums = arena.take<A>(c);
+    if (args.plan.compensated) {
+      sums_low = arena.take<A>(c);
+      out_low = arena.take<A>(std::int64_t(c) * ldv);
+    }
     if (walk == SoftmaxWalk::output) return;
     values_t = arena.take<A>(std::int64_t(padded_rows(args.dv)) * ldc);
     cotangents = arena.take<A>(std::int64_t(c) * ldv);
@@ -110,7 +123,7 @@ struct SoftmaxTiles {
     deltas = arena.take<A>(c);
     dots = arena.take<A>(c);
     if (walk != SoftmaxWalk::key_gradient) query_gradients = arena.take<A>(std::int64_t(c) * ldd);
-    if (walk != SoftmaxWalk::row_gradient) {
+    if (walk == SoftmaxWalk::block_gradient || walk == SoftmaxWalk::key_gradient || walk == SoftmaxWalk::pair_gradient) {
       key_gradients = arena.take<A>(std::int64_t(c) * ldd);
       value_gradients = arena.take<A>(std::int64_t(c) * ldv);
     }
@@ -125,10 +138,11 @@ KOKKOS_FORCEINLINE_FUNCTION T minus_infinity() {
 // Compiled differently for another vector width, as in tile.hpp.
 inline namespace LINATTN_SIMD_ABI {
 
-/// What is known of a row of weights.
+/// What a tile makes of a row of weights: the largest score so far, the sum of the tile relative to it, and what earlier
+/// sums with P are to be multiplied by.
 template <class A>
 struct SoftmaxRow {
-  A maximum, sum, correction;  // correction: what earlier sums with P are to be multiplied by
+  A maximum, sum, correction;
 };
 
 /// The sum, or the largest, of the lanes of a vector, in an order that the compiler can keep in registers.
@@ -149,13 +163,13 @@ KOKKOS_FORCEINLINE_FUNCTION A largest_of_lanes(A* lane) {
   return lane[0];
 }
 
-/// Scores of a row to exp(scale (x - m)) with m the largest of them and of `before`, zero from `end` to the padding.
+/// Scores of a row to exp(scale (x - m)) with m the largest of them and `before`, zero from `end` to the padding.
 /// On the host the lanes of a vector are summed apart, so that the loops vectorise.
 template <class Team, class A>
 KOKKOS_FORCEINLINE_FUNCTION SoftmaxRow<A> exponentials_of_row(A* row, int end, const A* hidden, A scale,
-                                                              const SoftmaxRow<A>& before) {
+                                                              A before) {
   const A nothing = minus_infinity<A>();
-  A m = before.maximum;
+  A m = before;
   if constexpr (Team::on_host) {
     constexpr int lanes = tile_columns<A>;
     A largest[lanes];
@@ -181,8 +195,8 @@ KOKKOS_FORCEINLINE_FUNCTION SoftmaxRow<A> exponentials_of_row(A* row, int end, c
       }
     }
     const A sum = sum_of_lanes<lanes>(sums);
-    const A correction = before.maximum == nothing ? A(0) : exp_nonpositive((before.maximum - reference) * scale);
-    return {m, before.sum * correction + sum, correction};
+    const A correction = before == nothing ? A(0) : exp_nonpositive((before - reference) * scale);
+    return {m, sum, correction};
   } else {
     for (int j = 0; j < end; ++j) {
       row[j] += hidden[j];
@@ -194,8 +208,8 @@ KOKKOS_FORCEINLINE_FUNCTION SoftmaxRow<A> exponentials_of_row(A* row, int end, c
       row[j] = exp_nonpositive((row[j] - reference) * scale);
       sum += row[j];
     }
-    const A correction = before.maximum == nothing ? A(0) : exp_nonpositive((before.maximum - reference) * scale);
-    return {m, before.sum * correction + sum, correction};
+    const A correction = before == nothing ? A(0) : exp_nonpositive((before - reference) * scale);
+    return {m, sum, correction};
   }
 }
 
@@ -243,22 +257,27 @@ class SoftmaxWalker {
 
   KOKKOS_FUNCTION void run(SoftmaxWalk walk, std::int64_t task) {
     m_walk = walk;
-    m_task = task;
-    const std::int64_t run = task % m_args.plan.segments, unit = task / m_args.plan.segments;
+    const std::int64_t runs = walk == SoftmaxWalk::pair_gradient ? 1 : m_args.plan.segments;
+    const std::int64_t units = m_args.sequences * m_args.kv_heads;
+    const std::int64_t run = task / units, unit = task % units;  // runs of different heads go to different workers
+    m_task = unit * runs + run;                                  // where its parts lie
     m_kv_head = unit % m_args.kv_heads;
     m_sequence = Sequence::at(m_args, unit / m_args.kv_heads);
     m_visible = Visibility::of(m_args, m_sequence);
     clear_parts();
-    const std::int64_t last = m_args.tiles * (run + 1) / m_args.plan.segments;
-    for (std::int64_t t = m_args.tiles * run / m_args.plan.segments; t < last; ++t) {
+    const std::int64_t last = first_tile(run + 1, runs);
+    for (std::int64_t t = first_tile(run, runs); t < last; ++t) {
       m_block = t / m_args.tiles_of_block;
       const std::int64_t index = t % m_args.tiles_of_block;
       prefetch_tile(t + 1);
       switch (walk) {
         case SoftmaxWalk::output: output(index); break;
         case SoftmaxWalk::block_gradient: block_gradient(); break;
+        case SoftmaxWalk::row_delta: row_delta(index); break;
+        case SoftmaxWalk::row_sum: row_sum(index); break;
         case SoftmaxWalk::row_gradient: row_gradient(index); break;
-        case SoftmaxWalk::key_gradient: key_gradient(index); break;
+        case SoftmaxWalk::key_gradient:
+        case SoftmaxWalk::pair_gradient: key_gradient(index); break;
       }
     }
   }
@@ -275,6 +294,17 @@ class SoftmaxWalker {
     const A* data;
     std::int64_t ld;
   };
+
+  /// Tile at which a run begins. Runs of one causal block have about the same number of pairs of tiles.
+  KOKKOS_FUNCTION std::int64_t first_tile(std::int64_t run, std::int64_t runs) const {
+    using std::sqrt;
+    const std::int64_t tiles = m_args.tiles;
+    if (!m_args.causal || tiles != m_args.tiles_of_block || m_walk == SoftmaxWalk::row_delta) return tiles * run / runs;
+    const auto begin = [=](std::int64_t r) {
+      return static_cast<std::int64_t>(static_cast<double>(tiles) * sqrt(static_cast<double>(r) / static_cast<double>(runs)));
+    };
+    return m_walk == SoftmaxWalk::key_gradient ? tiles - begin(runs - run) : begin(run);
+  }
 
   // ---- the walks ------------------------------------------------------------------------------
 
@@ -307,7 +337,7 @@ class SoftmaxWalker {
   /// Gradients of a block that is one tile.
   KOKKOS_FUNCTION void block_gradient() {
     const Tile keys = key_tile(0);
-    if (keys.rows == 0) return;
+    if (keys.rows == 0) return clear_query_gradients();
     const Tile queries = query_tile(0);
     const bool some = queries.first < queries.rows;
     if (some) {
@@ -317,7 +347,8 @@ class SoftmaxWalker {
     aim_key_gradients(keys);
     for (std::int64_t g = 0; some && g < m_args.group; ++g) {
       load_queries(queries, g);
-      load_cotangents(queries, g);
+      if (m_args.joined) load_dots(queries, g);
+      load_cotangents(queries, g, m_args.joined);
       begin_rows(queries);
       form_scores(queries, keys, m_args.causal);
       absorb_scores(queries, keys, m_args.causal);
@@ -334,13 +365,28 @@ class SoftmaxWalker {
     write_key_gradients(keys, some && m_args.group > 0);
   }
 
-  KOKKOS_FUNCTION void row_gradient(std::int64_t index) {
+  /// delta = dO . o.
+  KOKKOS_FUNCTION void row_delta(std::int64_t index) {
+    const Tile queries = query_tile(index);
+    if (queries.first >= queries.rows) return;
+    for (std::int64_t g = 0; g < m_args.group; ++g) {
+      load_dots(queries, g);
+      const A* dots = m_tiles.dots;
+      for_each(m_team, queries.rows - queries.first,
+               [&](int i) { *row_of(m_args.deltas, queries, g, queries.first + i) = dots[queries.first + i]; });
+      m_team.barrier();
+    }
+  }
+
+  /// L and delta of rows of several tiles, and all that is summed over rows.
+  KOKKOS_FUNCTION void row_sum(std::int64_t index) {
     const Tile queries = query_tile(index);
     if (queries.first >= queries.rows) return;
     const std::int64_t seen = key_tiles_seen(index);
     for (std::int64_t g = 0; g < m_args.group; ++g) {
       load_queries(queries, g);
-      load_cotangents(queries, g);
+      load_dots(queries, g);
+      load_cotangents(queries, g, true);
       begin_rows(queries);
       for (std::int64_t u = 0; u < seen; ++u) {
         const Tile keys = key_tile(u);
@@ -359,7 +405,17 @@ class SoftmaxWalker {
         divide_numerators(queries, seen > 0);
         add_columns(m_args.p_parts, queries, g);
       }
-      if (!m_args.d_q) continue;
+    }
+  }
+
+  KOKKOS_FUNCTION void row_gradient(std::int64_t index) {
+    const Tile queries = query_tile(index);
+    if (queries.first >= queries.rows) return;
+    const std::int64_t seen = key_tiles_seen(index);
+    for (std::int64_t g = 0; g < m_args.group; ++g) {
+      load_queries(queries, g);
+      load_cotangents(queries, g);
+      recall_rows(queries, g);
       for (std::int64_t u = 0; u < seen; ++u) {
         const Tile keys = key_tile(u);
         const bool diagonal = m_args.causal && u == index;
@@ -379,9 +435,14 @@ class SoftmaxWalker {
     }
   }
 
+  /// Gradients of keys and values; in pair_gradient what their tile adds to those of queries, too.
   KOKKOS_FUNCTION void key_gradient(std::int64_t index) {
     const Tile keys = key_tile(index);
-    if (keys.rows == 0) return;
+    const bool pairs = m_walk == SoftmaxWalk::pair_gradient;
+    if (keys.rows == 0) {
+      if (pairs && index == 0) clear_query_gradients();
+      return;
+    }
     load_keys(keys);
     load_values(keys, true);
     aim_key_gradients(keys);
@@ -399,6 +460,10 @@ class SoftmaxWalker {
         known_weights(queries, keys, diagonal);
         form_weight_cotangents(queries, keys, diagonal);
         form_score_cotangents(queries, keys, diagonal);
+        if (pairs) {
+          add_query_gradients(queries, keys, g, diagonal, true, index > 0);
+          write_query_gradients(queries, g, index > 0);
+        }
         add_key_gradients(queries, keys, diagonal, begins);
         begins = false;
       }
@@ -506,6 +571,20 @@ class SoftmaxWalker {
     m_team.barrier();
   }
 
+  /// Rows of a tile from `first` on, added to those of the caller, which are stored in the type of the sums.
+  LINATTN_OUTLINE KOKKOS_FUNCTION void add_to_rows(const A* tile, int ld, const StoredTensor<A>& t, std::int64_t head,
+                                                   std::int64_t begin, int first, int rows, int columns) {
+    const std::int64_t batch = m_sequence.batch;
+    with_stride<Team>(t.element_stride, [&](auto element) {
+      for_each_in_rows(m_team, rows - first, columns, [=](int r) {
+        const A* from = tile + (first + r) * ld;
+        A* to = t.template row<A>(batch, head, begin + first + r);
+        return [=](int j) { to[j * element] += from[j]; };
+      });
+    });
+    m_team.barrier();
+  }
+
   KOKKOS_FUNCTION void clear(A* tile, int rows, int ld) {
     for_each_in_rows(m_team, rows, ld, [=](int r) { return [=](int j) { tile[r * ld + j] = A(0); }; });
     m_team.barrier();
@@ -588,27 +667,37 @@ class SoftmaxWalker {
     m_team.barrier();
   }
 
-  /// g = p dO; in walks over rows also dO . o, or dO . (r o_linear) where that is kept.
-  KOKKOS_FUNCTION void load_cotangents(Tile tile, std::int64_t g) {
+  /// g = p dO. `loaded`: load_dots() has left dO in the tile.
+  KOKKOS_FUNCTION void load_cotangents(Tile tile, std::int64_t g, bool loaded = false) {
+    const int first = tile.first;
+    const std::int64_t head = query_head(g), begin = at_queries(tile);
+    const auto counts = [=](int r) { return r >= first; };
+    if (!m_args.joined) {
+      m_cotangents = load_rows(m_args.d_o, head, begin, tile.rows, m_args.dv, m_tiles.cotangents, m_tiles.ldv, first == 0,
+                               counts);
+      return;
+    }
+    if (!loaded) copy_rows(m_args.d_o, head, begin, tile.rows, m_args.dv, m_tiles.cotangents, m_tiles.ldv, counts);
+    multiply_columns(m_tiles.cotangents, tile.rows, block_factors(head));
+    m_cotangents = {m_tiles.cotangents, m_tiles.ldv};
+  }
+
+  /// dO . o, or dO . (r o_linear) where that is kept. Overwrites `out` and the tile of cotangents.
+  KOKKOS_FUNCTION void load_dots(Tile tile, std::int64_t g) {
     const int first = tile.first, ld = m_tiles.ldv;
     const std::int64_t head = query_head(g), begin = at_queries(tile);
     const auto counts = [=](int r) { return r >= first; };
-    A* cotangents = m_tiles.cotangents;
+    const bool kept = bool(m_args.linear);
+    A *cotangents = m_tiles.cotangents, *out = m_tiles.out, *dots = m_tiles.dots;
     copy_rows(m_args.d_o, head, begin, tile.rows, m_args.dv, cotangents, ld, counts);
-    if (m_walk != SoftmaxWalk::key_gradient) {
-      A* out = m_tiles.out;
-      const bool kept = bool(m_args.linear);
-      copy_rows(kept ? m_args.linear : m_args.o, head, begin, tile.rows, m_args.dv, out, ld, counts);
-      if (m_args.r_parts) add_columns(m_args.r_parts, tile, g);
-      if (kept) multiply_columns(out, tile.rows, linear_factors(head));
-      A* dots = m_tiles.dots;
-      const int dv = m_args.dv;
-      for_each(m_team, tile.rows - first, [=](int r) {
-        dots[first + r] = dot_of_row<Team>(cotangents + (first + r) * ld, out + (first + r) * ld, dv);
-      });
-      m_team.barrier();
-    }
-    multiply_columns(cotangents, tile.rows, block_factors(head));
+    copy_rows(kept ? m_args.linear : m_args.o, head, begin, tile.rows, m_args.dv, out, ld, counts);
+    if (m_args.r_parts) add_columns(m_args.r_parts, tile, g);
+    if (kept) multiply_columns(out, tile.rows, linear_factors(head));
+    const int dv = m_args.dv;
+    for_each(m_team, tile.rows - first, [=](int r) {
+      dots[first + r] = dot_of_row<Team>(cotangents + (first + r) * ld, out + (first + r) * ld, dv);
+    });
+    m_team.barrier();
   }
 
   // ---- how the branches join --------------------------------------------------------------------
@@ -649,11 +738,33 @@ class SoftmaxWalker {
     m_team.barrier();
   }
 
-  /// o = r o + p n / l, where no key was seen o = r o; o_linear is handed on if it is wanted.
+  /// o = n / l, and L.
+  KOKKOS_FUNCTION void write_alone(Tile tile, std::int64_t g) {
+    const std::int64_t batch = m_sequence.batch, head = query_head(g), begin = at_queries(tile);
+    const int ld = m_tiles.ldv, first = tile.first;
+    const A *out = m_tiles.out, *sums = m_tiles.sums;
+    const StoredTensor<A> o = m_args.o;
+    with_storage<A>(o.storage, [&]<class S>(std::type_identity<S>) {
+      with_stride<Team>(o.element_stride, [&](auto element) {
+        for_each_in_rows(m_team, tile.rows - first, m_args.dv, [=](int r) {
+          const A* x = out + (first + r) * ld;
+          S* to = o.template row<S>(batch, head, begin + first + r);
+          const A share = reciprocal(sums[first + r]);
+          return [=](int j) { to[j * element] = static_cast<S>(share * x[j]); };
+        });
+      });
+    });
+    if (m_args.logsums)
+      for_each(m_team, tile.rows - first, [&](int i) { *row_of(m_args.logsums, tile, g, first + i) = logsum(first + i); });
+    m_team.barrier();
+  }
+
+  /// Alone as above; joined o = r o + p n / l, where no key was seen o = r o, and o_linear is handed on if it is wanted.
   KOKKOS_FUNCTION void write_output(Tile tile, std::int64_t g, bool some) {
+    if (!some) clear(m_tiles.out, tile.rows, m_tiles.ldv);
+    if (!m_args.joined) return write_alone(tile, g);
     const std::int64_t head = query_head(g), begin = at_queries(tile);
     const Factors linear = linear_factors(head), block = block_factors(head);
-    if (!some) clear(m_tiles.out, tile.rows, m_tiles.ldv);
     if (linear.uniform() && block.uniform())
       join(tile, head, begin, [a = linear(0), b = block(0)](int) { return JoinFactors{a, b}; });
     else
@@ -696,10 +807,11 @@ class SoftmaxWalker {
   // ---- scores and weights -----------------------------------------------------------------------
 
   KOKKOS_FUNCTION void begin_rows(Tile tile) {
-    A *maxima = m_tiles.maxima, *sums = m_tiles.sums, *deltas = m_tiles.deltas;
+    A *maxima = m_tiles.maxima, *sums = m_tiles.sums, *sums_low = m_tiles.sums_low, *deltas = m_tiles.deltas;
     for_each(m_team, tile.rows, [=](int r) {
       maxima[r] = minus_infinity<A>();
       sums[r] = A(0);
+      if (sums_low) sums_low[r] = A(0);
       if (deltas) deltas[r] = A(0);
     });
     m_team.barrier();
@@ -717,35 +829,50 @@ class SoftmaxWalker {
     const int ld = m_tiles.ldc, first = queries.first;
     const A scale = m_args.scale;
     const A* hidden = m_tiles.hidden;
-    A *weights = m_tiles.weights, *maxima = m_tiles.maxima, *sums = m_tiles.sums, *corrections = m_tiles.corrections;
+    A *weights = m_tiles.weights, *maxima = m_tiles.maxima, *corrections = m_tiles.corrections;
+    A *sums = m_tiles.sums, *sums_low = m_tiles.sums_low;
     for_each(m_team, queries.rows - first, [=](int i) {
       const int r = first + i;
-      const SoftmaxRow<A> row = exponentials_of_row<Team>(weights + r * ld, row_end(r, keys, diagonal), hidden, scale,
-                                                          SoftmaxRow<A>{maxima[r], sums[r], A(0)});
+      const SoftmaxRow<A> row =
+          exponentials_of_row<Team>(weights + r * ld, row_end(r, keys, diagonal), hidden, scale, maxima[r]);
       maxima[r] = row.maximum;
-      sums[r] = row.sum;
       corrections[r] = row.correction;
+      sums[r] *= row.correction;
+      if (sums_low) {
+        sums_low[r] *= row.correction;
+        compensated_add(sums[r], sums_low[r], row.sum);
+      } else {
+        sums[r] += row.sum;
+      }
     });
     m_team.barrier();
   }
 
   /// Numerators n += P V, what is there brought to the new maximum first.
   KOKKOS_FUNCTION void absorb_values(Tile queries, Tile keys, bool diagonal, bool begins) {
-    A* out = m_tiles.out;
+    A *const parts[2] = {m_tiles.out, m_tiles.out_low};
     const int ld = m_tiles.ldv;
-    if (!begins) {
-      const A* corrections = m_tiles.corrections;
-      for_each_in_rows(m_team, queries.rows, m_args.dv, [=](int r) {
-        A* row = out + r * ld;
-        const A factor = corrections[r];
-        return [=](int j) { row[j] *= factor; };
-      });
+    const A* corrections = m_tiles.corrections;
+    for (int part = 0; !begins && part < (parts[1] ? 2 : 1); ++part) {
+      A* out = parts[part];
+      for_each_in_counted_rows(
+          m_team, queries.rows, m_args.dv, [=](int r) { return corrections[r] != A(1); },
+          [=](int r) {
+            A* row = out + r * ld;
+            const A factor = corrections[r];
+            return [=](int j) { row[j] *= factor; };
+          },
+          [](int) { return [](int) {}; });
       m_team.barrier();
     }
+    if (begins && parts[1]) clear(parts[1], queries.rows, ld);
     multiply(m_team, queries.rows, m_args.dv,
              Product<A>{{m_tiles.weights, m_tiles.ldc, 1}, m_values.data, m_values.ld, keys.rows,
                         diagonal ? Band::lower : Band::all},
-             Target<A>{.c = out, .ldc = ld, .store = begins ? Store::overwrite : Store::add});
+             Target<A>{.c = parts[0],
+                       .ldc = ld,
+                       .store = begins ? Store::overwrite : parts[1] ? Store::compensated : Store::add,
+                       .low = parts[1]});
     m_team.barrier();
   }
 
@@ -781,20 +908,21 @@ class SoftmaxWalker {
     m_team.barrier();
   }
 
-  /// P from scores, for rows whose maxima and sums are known.
+  /// P from scores, for rows whose L is known.
   LINATTN_OUTLINE LINATTN_FLATTEN KOKKOS_FUNCTION void known_weights(Tile queries, Tile keys, bool diagonal) {
     const int ld = m_tiles.ldc, first = queries.first;
     const A scale = m_args.scale;
     const A* hidden = m_tiles.hidden;
     A* weights = m_tiles.weights;
-    const A *maxima = m_tiles.maxima, *sums = m_tiles.sums;
+    const A* logsums = m_tiles.logsums;
     for_each(m_team, queries.rows, [=](int r) {
       A* row = weights + r * ld;
-      const int end = r < first ? 0 : row_end(r, keys, diagonal);
-      const A factor = r < first ? A(0) : reciprocal(sums[r]);
-      const A m = r < first || maxima[r] == minus_infinity<A>() ? A(0) : maxima[r];
+      const bool sees = r >= first && logsums[r] != minus_infinity<A>();
+      const int end = sees ? row_end(r, keys, diagonal) : 0;
+      const A logsum = sees ? logsums[r] : A(0);
       for_padded_row<Team, A>(keys.rows, [=](int j) {
-        row[j] = j < end ? exp_nonpositive((row[j] + hidden[j] - m) * scale) * factor : A(0);
+        const A x = fused_multiply_add(row[j] + hidden[j], scale, -logsum);  // above 0 by the rounding of L
+        row[j] = j < end ? exp_nonpositive(x > A(0) ? A(0) : x) : A(0);
       });
     });
     m_team.barrier();
@@ -803,7 +931,7 @@ class SoftmaxWalker {
   /// dP = g V^T.
   KOKKOS_FUNCTION void form_weight_cotangents(Tile queries, Tile keys, bool diagonal) {
     multiply(m_team, queries.rows, keys.rows,
-             Product<A>{{m_tiles.cotangents, m_tiles.ldv, 1}, m_tiles.values_t, m_tiles.ldc, m_args.dv},
+             Product<A>{{m_cotangents.data, m_cotangents.ld, 1}, m_tiles.values_t, m_tiles.ldc, m_args.dv},
              Target<A>{.c = m_tiles.cotangents_of_weights, .ldc = m_tiles.ldc, .lower_only = diagonal});
     m_team.barrier();
   }
@@ -833,32 +961,36 @@ class SoftmaxWalker {
     m_team.barrier();
   }
 
-  /// delta of finished rows, and all that walks over keys need of them.
+  /// L of a row whose sum is complete.
+  KOKKOS_FUNCTION A logsum(int row) const {
+    using std::log;
+    const A m = m_tiles.maxima[row], l = m_tiles.sums[row];
+    return m == minus_infinity<A>() && l == A(0) ? m : fused_multiply_add(m, m_args.scale, log(l));  // a NaN stays one
+  }
+  /// One number of each row of q.
+  KOKKOS_FUNCTION A* row_of(const RowTensor<A>& t, Tile tile, std::int64_t g, int row) const {
+    return t.row(m_sequence.batch, query_head(g), at_queries(tile) + row);
+  }
+
+  /// L and delta of finished rows, for the walks to come.
   KOKKOS_FUNCTION void finish_rows(Tile tile, std::int64_t g) {
     const int first = tile.first;
-    const std::int64_t at = row_index(tile, g);
     for_each(m_team, tile.rows - first, [&](int i) {
       const int r = first + i;
       m_tiles.deltas[r] *= reciprocal(m_tiles.sums[r]);
-      m_args.maxima[at + r] = m_tiles.maxima[r];
-      m_args.sums[at + r] = m_tiles.sums[r];
-      m_args.deltas[at + r] = m_tiles.deltas[r];
+      *row_of(m_args.logsums, tile, g, r) = logsum(r);
+      *row_of(m_args.deltas, tile, g, r) = m_tiles.deltas[r];
     });
     m_team.barrier();
   }
   KOKKOS_FUNCTION void recall_rows(Tile tile, std::int64_t g) {
     const int first = tile.first;
-    const std::int64_t at = row_index(tile, g);
     for_each(m_team, tile.rows - first, [&](int i) {
       const int r = first + i;
-      m_tiles.maxima[r] = m_args.maxima[at + r];
-      m_tiles.sums[r] = m_args.sums[at + r];
-      m_tiles.deltas[r] = m_args.deltas[at + r];
+      m_tiles.logsums[r] = *row_of(m_args.logsums, tile, g, r);
+      m_tiles.deltas[r] = *row_of(m_args.deltas, tile, g, r);
     });
     m_team.barrier();
-  }
-  KOKKOS_FUNCTION std::int64_t row_index(Tile tile, std::int64_t g) const {
-    return (m_sequence.batch * m_args.heads + query_head(g)) * m_args.nq + at_queries(tile);
   }
 
   /// dx = scale P (dP - delta), zero where nothing counts.
@@ -887,21 +1019,32 @@ class SoftmaxWalker {
                         .ldc = m_args.d_q.row_stride};
   }
 
-  /// dq += dx K.
-  KOKKOS_FUNCTION void add_query_gradients(Tile queries, Tile keys, std::int64_t g, bool diagonal, bool begins) {
+  /// dq += dx K. `begins`: these are the first keys of this walk; `adds`: to what the caller's memory holds.
+  KOKKOS_FUNCTION void add_query_gradients(Tile queries, Tile keys, std::int64_t g, bool diagonal, bool begins,
+                                           bool adds = false) {
     if (!m_args.d_q) return;
     if (begins) aim_query_gradients(queries, g);
-    m_query_target.store = begins ? Store::overwrite : Store::add;
+    m_query_target.store = begins && !(adds && m_queries_direct) ? Store::overwrite : Store::add;
     multiply(m_team, queries.rows, m_args.d,
              Product<A>{{m_tiles.cotangents_of_weights, m_tiles.ldc, 1}, m_keys.data, m_keys.ld, keys.rows,
                         diagonal ? Band::lower : Band::all},
              m_query_target);
     m_team.barrier();
   }
-  KOKKOS_FUNCTION void write_query_gradients(Tile tile, std::int64_t g) {
+  KOKKOS_FUNCTION void write_query_gradients(Tile tile, std::int64_t g, bool adds = false) {
     if (!m_args.d_q || m_queries_direct) return;
+    if (adds) return add_to_rows(m_tiles.query_gradients, m_tiles.ldd, m_args.d_q, query_head(g), at_queries(tile),
+                                 tile.first, tile.rows, m_args.d);
     put(m_tiles.query_gradients, m_tiles.ldd, m_args.d_q, query_head(g), at_queries(tile), tile.first, tile.rows, m_args.d,
         [](int) { return true; });
+  }
+  /// Gradient 0 of the queries of a block without keys.
+  KOKKOS_FUNCTION void clear_query_gradients() {
+    if (!m_args.d_q) return;
+    clear(m_tiles.query_gradients, m_args.plan.chunk, m_tiles.ldd);
+    m_queries_direct = false;
+    for (std::int64_t g = 0; g < m_args.group; ++g)
+      for (std::int64_t w = 0; w < query_tiles(); ++w) write_query_gradients(query_tile(w), g);
   }
 
   KOKKOS_FUNCTION void aim_key_gradients(Tile keys) {
@@ -928,7 +1071,7 @@ class SoftmaxWalker {
                m_key_target);
     if (m_args.d_v)
       multiply(m_team, keys.rows, m_args.dv,
-               Product<A>{{m_tiles.weights, 1, m_tiles.ldc}, m_tiles.cotangents, m_tiles.ldv, queries.rows, band},
+               Product<A>{{m_tiles.weights, 1, m_tiles.ldc}, m_cotangents.data, m_cotangents.ld, queries.rows, band},
                m_value_target);
     m_team.barrier();
   }
@@ -985,7 +1128,7 @@ class SoftmaxWalker {
   }
 
   KOKKOS_FUNCTION void clear_parts() {
-    if (m_walk == SoftmaxWalk::output || m_walk == SoftmaxWalk::key_gradient) return;
+    if (m_walk != SoftmaxWalk::block_gradient && m_walk != SoftmaxWalk::row_sum) return;
     clear_parts(m_args.r_parts);
     clear_parts(m_args.p_parts);
     m_team.barrier();
@@ -1003,7 +1146,7 @@ class SoftmaxWalker {
   std::int64_t m_task = 0, m_block = 0, m_kv_head = 0;
   Sequence m_sequence{};
   Visibility m_visible{};
-  Factored m_queries{}, m_keys{}, m_values{};  // of the tiles at hand
+  Factored m_queries{}, m_keys{}, m_values{}, m_cotangents{};  // of the tiles at hand
   Target<A> m_query_target{}, m_key_target{}, m_value_target{};
   bool m_all_visible = true, m_queries_direct = false, m_keys_direct = false, m_values_direct = false;
 };

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#define LINATTN_DEFINES_INSTANTIATIONS
+#define LINATTN_DEFINES_LOCAL_SOFTMAX
+#include <linattn/instantiations.hpp>
+
+LINATTN_INSTANTIATE_LOCAL_SOFTMAX()
+LINATTN_INSTANTIATE_EXACT(, LinAttn::Softmax)

@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#define LINATTN_DEFINES_INSTANTIATIONS
+#include <linattn/instantiations.hpp>
+
+LINATTN_INSTANTIATE(, LinAttn::Taylor)
