@@ -98,7 +98,11 @@ struct Spec {
 template <class V>
 bool applies(const Spec& spec) {
   const Options& options = spec.options;
-  if (ScaledFeatureMap<key_map_t<V>> && options.small_normaliser == SmallNormaliser::clamp)
+  if (ExactVariant<V>)
+    return spec.block == 0 && !spec.states && !spec.decoding && options.normalise.value_or(true) &&
+           options.dropout.p == 0 && !options.center_v &&
+           options.small_normaliser == SmallNormaliser::check;
+  if (is_scaled_v<V> && options.small_normaliser == SmallNormaliser::clamp)
     return false;  // row sums that cannot vanish
   if (!has_local_term_v<V>) return spec.block == 0;
   const bool square =
@@ -233,7 +237,7 @@ using Numbers = std::vector<double>;
 
 /// What a call reads, rounded to its type.
 struct Data {
-  Numbers q, k, v, d_o, alpha, beta, constant, diag_r, diag_p, S, z, t, d_S, d_z, d_t;
+  Numbers q, k, v, d_o, alpha, beta, constant, projection, diag_r, diag_p, S, z, t, d_S, d_z, d_t;
   std::vector<std::int64_t> m;
   std::vector<int> shift;
   std::vector<std::uint8_t> mask;
@@ -258,7 +262,8 @@ Data make_data(const Spec& spec, std::uint64_t seed) {
   const Problem& p = spec.problem;
   const bool normalise = spec.options.normalise.value_or(V::normalise_by_default);
   // Normalised weights of both signs could have a row sum near 0.
-  const double low = std::is_same_v<V, Identity> && normalise ? 0.25 : -1.5;
+  const bool signed_weights = std::is_same_v<V, Identity> || std::is_same_v<V, Cosine>;
+  const double low = signed_weights && normalise ? 0.25 : -1.5;
   using A = accumulator_t<T>;
   Data data;
   data.q = rounded<T>(numbers(p.batch * p.heads * p.nq * p.d, seed + 1, low, 1.5));
@@ -267,6 +272,8 @@ Data make_data(const Spec& spec, std::uint64_t seed) {
   data.d_o = rounded<T>(numbers(p.batch * p.heads * p.nq * p.dv, seed + 4, -1, 1));
   if (V::query_parameter) data.alpha = numbers(p.heads, seed + 5, 0.5, 1.2);
   if (V::key_parameter) data.beta = numbers(p.kv_heads, seed + 6, 0.5, 1.2);
+  if (ProjectedVariant<V>)
+    data.projection = detail::orthogonal_rows(perf::features_of_row<V>(p.d), p.d, seed);
   if (has_constant_v<V>) data.constant = numbers(p.heads, seed + 13, 1.2, 2);
   if (spec.combine != Combine::average) data.diag_r = numbers(p.heads * p.dv, seed + 16, -1, 1);
   if (spec.combine == Combine::scale) data.diag_p = numbers(p.heads * p.dv, seed + 17, -1, 1);
@@ -280,7 +287,7 @@ Data make_data(const Spec& spec, std::uint64_t seed) {
     for (const std::int64_t n : spec.packed_k) data.cu_k.push_back(data.cu_k.back() + n);
   }
   if (spec.states) {
-    const std::int64_t sums = p.sequences() * p.kv_heads * p.d;
+    const std::int64_t sums = p.sequences() * p.kv_heads * perf::features_of_row<V>(p.d);
     data.S = rounded<A>(numbers(sums * p.dv, seed + 8, -2, 2));
     data.z = rounded<A>(numbers(sums, seed + 9, 1, 5));
     data.d_S = rounded<A>(numbers(sums * p.dv, seed + 10, -1, 1));
@@ -332,6 +339,15 @@ class Buffer {
                   static_cast<std::size_t>(columns));
   }
 
+  /// Rows of logits, or none.
+  Projection projection(std::int64_t columns) const {
+    using Matrix = Kokkos::View<E**, Kokkos::LayoutRight, typename Space::memory_space,
+                                Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+    if (m_view.size() == 0) return {};
+    const auto d = static_cast<std::size_t>(columns);
+    return Matrix(m_view.data(), m_view.size() / d, d);
+  }
+
   Numbers get() const {
     const auto host = Kokkos::create_mirror_view(m_view);
     Kokkos::deep_copy(host, m_view);
@@ -362,10 +378,12 @@ using Outcome = std::map<std::string, Numbers>;
 
 template <class V>
 V make_variant(const Spec& spec, const Parameter& alpha, const Parameter& beta,
-               const Parameter& constant, const ColumnFactors& diag_r = 0.5,
-               const ColumnFactors& diag_p = 0.5) {
+               const Parameter& constant, const Projection& projection,
+               const ColumnFactors& diag_r = 0.5, const ColumnFactors& diag_p = 0.5) {
   if constexpr (std::is_same_v<V, Affine>)
     return {.a = alpha, .b = constant, .qk_norm = spec.norm};
+  else if constexpr (ProjectedVariant<V>)
+    return {.projection = projection};
   else if constexpr (has_local_term_v<V>)
     return {.alpha = alpha,
             .beta = beta,
@@ -386,12 +404,13 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Space exec;
   const Problem& p = spec.problem;
   const bool normalise = spec.options.normalise.value_or(V::normalise_by_default);
-  const bool scaled = ScaledFeatureMap<key_map_t<V>>;
+  const bool scaled = is_scaled_v<V>;
+  const std::int64_t features = perf::features_of_row<V>(p.d);
   const std::array<std::int64_t, 4> at_q{p.batch, p.heads, p.nq, p.d},
       at_k{p.batch, p.kv_heads, p.nk, p.d}, at_v{p.batch, p.kv_heads, p.nk, p.dv},
       at_o{p.batch, p.heads, p.nq, p.dv};
-  const std::array<std::int64_t, 4> at_S{p.sequences(), p.kv_heads, p.d, p.dv};
-  const std::array<std::int64_t, 3> at_z{p.sequences(), p.kv_heads, p.d},
+  const std::array<std::int64_t, 4> at_S{p.sequences(), p.kv_heads, features, p.dv};
+  const std::array<std::int64_t, 3> at_z{p.sequences(), p.kv_heads, features},
       at_s{p.batch, p.heads, p.nq};
   const auto count = [](const auto& extents) {
     std::int64_t n = 1;
@@ -407,8 +426,8 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Buffer<T, Space> linear(has_r ? count(at_o) : 0);
   const Buffer<double, Space> diag_r(data.diag_r), diag_p(data.diag_p), d_diag_r(p.heads * p.dv),
       d_diag_p(p.heads * p.dv);
-  const Buffer<double, Space> alpha(data.alpha), beta(data.beta), constant(data.constant),
-      d_alpha(p.heads), d_beta(p.kv_heads), d_constant(p.heads), d_scale(p.heads);
+  const Buffer<double, Space> projection(data.projection), alpha(data.alpha), beta(data.beta),
+      constant(data.constant), d_alpha(p.heads), d_beta(p.kv_heads), d_constant(p.heads), d_scale(p.heads);
   const Buffer<std::uint8_t, Space> mask(data.mask);
   const Buffer<A, Space> S(data.S), z(data.z), last_d_S(data.d_S), last_d_z(data.d_z);
   const Buffer<int, Space> shift(data.shift);
@@ -420,7 +439,7 @@ Outcome attend(const Spec& spec, const Data& data) {
   const Buffer<A, Space> last_t(spec.states ? count(at_t) : 0), d_t(spec.states ? count(at_t) : 0);
   const Buffer<std::int64_t, Space> m(data.m), last_m(p.sequences());
 
-  const V variant = make_variant<V>(spec, alpha.view(), beta.view(), constant.view(),
+  const V variant = make_variant<V>(spec, alpha.view(), beta.view(), constant.view(), projection.projection(p.d),
                                     diag_r.factors(p.heads, p.dv), diag_p.factors(p.heads, p.dv));
   Inputs<Space, T> inputs{
       .q = q.template ref<4>(at_q), .k = k.template ref<4>(at_k), .v = v.template ref<4>(at_v)};
@@ -495,11 +514,13 @@ Outcome decode(const Spec& spec, const Data& data) {
   using A = accumulator_t<T>;
   const Space exec;
   const Problem& p = spec.problem;
-  const std::array<std::int64_t, 4> at_S{p.batch, p.kv_heads, p.d, p.dv};
-  const std::array<std::int64_t, 3> at_z{p.batch, p.kv_heads, p.d};
+  const std::int64_t features = perf::features_of_row<V>(p.d);
+  const std::array<std::int64_t, 4> at_S{p.batch, p.kv_heads, features, p.dv};
+  const std::array<std::int64_t, 3> at_z{p.batch, p.kv_heads, features};
   const Buffer<T, Space> q(data.q), k(data.k), v(data.v);
   const Buffer<T, Space> o(p.batch * p.heads * p.dv), next_o(p.batch * p.heads * p.dv);
-  const Buffer<double, Space> alpha(data.alpha), beta(data.beta), constant(data.constant);
+  const Buffer<double, Space> projection(data.projection), alpha(data.alpha), beta(data.beta),
+      constant(data.constant);
   const Buffer<A, Space> S(data.S), z(data.z);
   const Buffer<int, Space> shift(data.shift);
   const auto sums = static_cast<std::int64_t>(data.z.size());
@@ -508,13 +529,14 @@ Outcome decode(const Spec& spec, const Data& data) {
   const std::array<std::int64_t, 3> at_t{p.batch, p.kv_heads, p.dv};
   const Buffer<A, Space> t(data.t), last_t(static_cast<std::int64_t>(data.t.size()));
   const Buffer<std::int64_t, Space> m(data.m), last_m(p.batch);
-  const V variant = make_variant<V>(spec, alpha.view(), beta.view(), constant.view());
+  const V variant =
+      make_variant<V>(spec, alpha.view(), beta.view(), constant.view(), projection.projection(p.d));
   const Token<Space, T> token{.q = q.template ref<3>({p.batch, p.heads, p.d}),
                               .k = k.template ref<3>({p.batch, p.kv_heads, p.d}),
                               .v = v.template ref<3>({p.batch, p.kv_heads, p.dv})};
   ConstState<Space, T> before{.S = S.template ref<4>(at_S), .z = z.template ref<3>(at_z)};
   State<Space, T> after{.S = last_S.template ref<4>(at_S), .z = last_z.template ref<3>(at_z)};
-  if (ScaledFeatureMap<key_map_t<V>>) {
+  if (is_scaled_v<V>) {
     before.shift = shift.template ref<3>(at_z);
     after.shift = last_shift.template ref<3>(at_z);
   }
@@ -533,7 +555,7 @@ Outcome decode(const Spec& spec, const Data& data) {
   exec.fence();
   Outcome result{
       {"o", o.get()}, {"next o", next_o.get()}, {"S", last_S.get()}, {"z", last_z.get()}};
-  if (ScaledFeatureMap<key_map_t<V>>) result["shift"] = last_shift.get();
+  if (is_scaled_v<V>) result["shift"] = last_shift.get();
   if (has_constant_v<V>) {
     result["t"] = last_t.get();
     result["m"] = last_m.get();
@@ -585,6 +607,9 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   settings.alpha = data.alpha;
   settings.beta = data.beta;
   settings.constant = data.constant;
+  settings.projection = data.projection;
+  if constexpr (std::is_same_v<V, Softmax> || std::is_same_v<V, Taylor>)
+    settings.score_scale = V{}.score_scale(spec.problem.d);
   if (spec.norm == QkNorm::max) settings.norm = reference::Norm::max;
   settings.block = spec.block;
   settings.combine = spec.combine == Combine::scale   ? reference::Combine::scale
@@ -608,8 +633,9 @@ void compare_by_bounds(const Spec& spec, const Data& data, const Outcome& device
   const auto o = reference::forward(spec.problem, settings, tensors);
   const auto g = reference::backward(spec.problem, settings, tensors, d_o);
   const auto m = reference::magnitudes(spec.problem, settings, tensors, d_o);
-  const int chunk = LinAttn::plan<T>(Device(), make_variant<V>(spec, 1.0, 1.0, 1.0), spec.problem,
-                                     Pass::backward, spec.options)
+  const Buffer<double, Device> projection(data.projection);
+  const V variant = make_variant<V>(spec, 1.0, 1.0, 1.0, projection.projection(spec.problem.d));
+  const int chunk = LinAttn::plan<T>(Device(), variant, spec.problem, Pass::backward, spec.options)
                         .chunk;
   const auto counts = reference::rounding_counts(spec.problem, settings, chunk);
   const double u = std::numeric_limits<accumulator_t<T>>::epsilon() / 2,
@@ -663,7 +689,7 @@ void compare_by_scale(const Outcome& device, const Outcome& host, Worst& worst) 
 
 template <class T, class V, class Space>
 Outcome run_on(const Spec& spec, const Data& data) {
-  if constexpr (!has_local_term_v<V>)
+  if constexpr (LinearVariant<V> && !has_local_term_v<V>)
     if (spec.decoding) return decode<T, V, Space>(spec, data);
   return attend<T, V, Space>(spec, data);
 }

@@ -31,7 +31,7 @@ const std::vector<Layer>& layers() {
   const std::set<std::string> parts{"rules", "base", "parts"};
   const std::set<std::string> core{"rules", "base", "parts", "engine", "local softmax", "variants", "face"};
   const std::set<std::string> any{"rules",    "base", "parts",     "engine", "local softmax",
-                                  "variants", "face", "reference", "io",     "analysis",
+                                  "variants", "face", "reference", "io",     "analysis", "baselines",
                                   "lavo",     "mpi",  "programs"};
   static const std::vector<Layer> table{
       {"rules", std::regex("include/linattn/(version|error|problem)\\.hpp"), {"rules"}},
@@ -39,19 +39,22 @@ const std::vector<Layer>& layers() {
        base},
       {"parts",
        std::regex(
-           "include/linattn/(call|plan|rows|launch|team|tile|tile_product|tile_tensor_core|state|mask|noise|dropout|normaliser|feature_map|block_diagonal|variant)\\.hpp"),
+           "include/linattn/(call|inputs|plan|rows|launch|team|tile|tile_product|tile_tensor_core|state|mask|noise|dropout|normaliser|feature_map|block_diagonal|variant)\\.hpp"),
        parts},
       {"engine", std::regex("include/linattn/engine/.*"), {"rules", "base", "parts", "engine"}},
       {"local softmax",
        std::regex("include/linattn/local_softmax(\\.hpp|/.*)"),
        {"rules", "base", "parts", "local softmax"}},
       {"variants",
-       std::regex("include/linattn/(affine\\.hpp|variants(\\.hpp|/.*))"),
+       std::regex("include/linattn/((affine|taylor|performer)\\.hpp|variants(\\.hpp|/.*))"),
        {"rules", "base", "parts", "local softmax", "variants"}},
-      {"face", std::regex("include/linattn/(attention|joined|instantiations|linattn)\\.hpp"), core},
+      {"face", std::regex("include/linattn/(attention|joined|projected|exact|instantiations|linattn)\\.hpp"), core},
       {"face", std::regex("src/engine/.*"), core},
       {"reference", std::regex("include/linattn/reference/.*"), {"rules", "reference"}},
       {"io", std::regex("(include/linattn|src)/io/.*"), {"rules", "base", "io"}},
+      {"baselines",
+       std::regex("(include/linattn|src)/baselines/.*"),
+       {"rules", "base", "parts", "engine", "local softmax", "variants", "face", "baselines"}},
       {"analysis",
        std::regex("(include/linattn|src)/analysis/.*"),
        {"rules", "base", "parts", "engine", "local softmax", "analysis"}},

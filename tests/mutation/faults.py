@@ -9,6 +9,7 @@ ROWS = "include/linattn/rows.hpp"
 ENGINE = "include/linattn/engine/engine.hpp"
 BLOCKS = "include/linattn/local_softmax/walker.hpp"
 LOCAL = "include/linattn/local_softmax.hpp"
+DECODE = "include/linattn/local_softmax/decode.hpp"
 JOINED = "include/linattn/joined.hpp"
 STEP = "include/linattn/engine/step.hpp"
 MAPS = "include/linattn/feature_map.hpp"
@@ -77,7 +78,7 @@ FAULTS = [
     ("a step forgets the scale", STEP, "rows.row_scale[g] = args.scale;", "rows.row_scale[g] = A(1);"),
     # a second branch
     ("weights of another tile keep the old maximum", BLOCKS, "const A factor = corrections[r];", "const A factor = A(1);"),
-    ("sums of weights keep the old maximum", BLOCKS, "return {m, before.sum * correction + sum, correction};\n  } else", "return {m, before.sum + sum, correction};\n  } else"),
+    ("sums of weights keep the old maximum", BLOCKS, "sums[r] *= row.correction;", ""),
     ("a block sees keys after its row", BLOCKS, "return diagonal ? row + 1 : keys.rows;", "return keys.rows;"),
     ("blocks see hidden keys", BLOCKS, "hidden[r] = seen(r) ? A(0) : minus_infinity<A>();", "hidden[r] = A(0);"),
     ("blocks do not begin anew in members", BLOCKS, "return m_sequence.k_begin + tile.begin;", "return tile.begin;"),
@@ -90,4 +91,15 @@ FAULTS = [
     ("dr of a ratio lacks the block", LOCAL, "sum_parts(d_r, a.r_parts, a.combine == Combine::ratio ? a.p_parts : nullptr);", "sum_parts(d_r, a.r_parts, nullptr);"),
     ("the linear branch takes all of dO", JOINED, "args.output_factors = m_term.combine == Combine::average ? ColumnFactors(0.5) : m_term.r;", "args.output_factors = 1.0;"),
     ("the linear branch overwrites what the blocks wrote", JOINED, "args.joined = true;", "args.joined = false;"),
+    # exact attention
+    ("log-sum-exps lack their logarithm", BLOCKS, "fused_multiply_add(m, m_args.scale, log(l))", "m * m_args.scale"),
+    ("a later tile of keys overwrites dq in place", BLOCKS, "begins && !(adds && m_queries_direct) ? Store::overwrite", "begins ? Store::overwrite"),
+    ("a later tile of keys overwrites dq", BLOCKS, "if (adds) return add_to_rows(", "if (false) return add_to_rows("),
+    ("the last tile of a causal block is left out", BLOCKS, "static_cast<double>(tiles) * sqrt(", "static_cast<double>(tiles - 1) * sqrt("),
+    ("queries without keys keep what is in dq", BLOCKS, "if (keys.rows == 0) return clear_query_gradients();", "if (keys.rows == 0) return;"),
+    ("known weights are relative to the sum of the first row", BLOCKS, "fused_multiply_add(row[j] + hidden[j], scale, -logsum)", "fused_multiply_add(row[j] + hidden[j], scale, -logsums[0])"),
+    ("a token does not see its own key", DECODE, "return fits(b) ? keys_before(b) + (appends(b) ? 1 : 0) : 0;", "return fits(b) ? keys_before(b) : 0;"),
+    ("splits keep their own maximum", DECODE, "factor = exp_nonpositive((factor - reference) * args.scale);", "factor = A(1);"),
+    ("a cache does not grow", DECODE, "return args.fits(b) ? args.keys(b) : args.keys_before(b);", "return args.keys_before(b);"),
+    ("hidden tokens are kept", DECODE, "if (args.appends(b) && begin <= before && before < end)", "if (begin <= before && before < args.capacity)"),
 ]

@@ -22,32 +22,50 @@ class Memory : public ::testing::Test {
   using ExecSpace = typename C::ExecSpace;
   using A = accumulator_t<T>;
 
-  static V variant() { return make_variant<V>(1.0, 1.0); }
+  static V variant(const Problem& p) { return variant_for_plans<V, ExecSpace>(p.d); }
 
   static std::size_t workspace(const Problem& p, Pass pass, const Options& options) {
-    return workspace_size<T>(ExecSpace(), variant(), p, pass, options);
+    return workspace_size<T>(ExecSpace(), variant(p), p, pass, options);
+  }
+
+  /// Logits of queries and keys, and in the backward pass their gradients, where features are of logits.
+  static std::int64_t logits(const Problem& p, Pass pass) {
+    if (!ProjectedVariant<V>) return 0;
+    return (pass == Pass::backward ? 2 : 1) * p.batch * (p.heads * p.nq + p.kv_heads * p.nk) *
+           features_of_row<V>(p.d) * static_cast<std::int64_t>(sizeof(A));
+  }
+  /// The projection, padded, and a tile of 64 rows, their logits and two sums for each worker.
+  static std::int64_t projection(const Problem& p) {
+    if (!ProjectedVariant<V>) return 0;
+    const std::int64_t M = features_of_row<V>(p.d), number = sizeof(A), line = 64 / number;
+    const std::int64_t workers = LinAttn::detail::concurrency(ExecSpace());
+    return (M * (p.d + line) + p.d * (M + line)) * number +
+           workers * (64 * (p.d + M + 2 * line + 2) * number + 8 * 128);
   }
   static std::int64_t workers_bytes(const Problem& p, Pass pass, const Options& options) {
-    const Plan found = plan<T>(ExecSpace(), variant(), p, pass, options);
+    const Plan found = plan<T>(ExecSpace(), variant(p), p, pass, options);
     return found.tiles_in_scratch ? 0 : static_cast<std::int64_t>(found.tile_bytes) * found.workers;
   }
 
   /// One number per row, and a state for every segment: its windows padded to 64 bytes, z once for each.
   static std::int64_t allowed(const Problem& p, Pass pass, const Options& options) {
-    const Plan found = plan<T>(ExecSpace(), variant(), p, pass, options);
+    const Plan found = plan<T>(ExecSpace(), variant(p), p, pass, options);
     const auto number = static_cast<std::int64_t>(sizeof(A));
     const std::int64_t tiles = found.tiles, granule = tiles > 1 ? tiles * (64 / number) : 1;
-    const std::int64_t narrow = pass == Pass::forward ? p.dv : std::max(p.d, p.dv);
-    const std::int64_t wide = p.d * p.dv / std::max<std::int64_t>(narrow, 1);
-    std::int64_t state = ((narrow + granule - 1) / granule * granule * wide + tiles * p.d) * number;
-    if (is_scaled<V>) state += 2 * tiles * p.d * static_cast<std::int64_t>(sizeof(int));
+    const std::int64_t features = features_of_row<V>(p.d);
+    const std::int64_t narrow = pass == Pass::forward ? p.dv : std::max(features, p.dv);
+    const std::int64_t wide = features * p.dv / std::max<std::int64_t>(narrow, 1);
+    std::int64_t state = ((narrow + granule - 1) / granule * granule * wide + tiles * features) * number;
+    if (is_scaled<V>) state += 2 * tiles * features * static_cast<std::int64_t>(sizeof(int));
     if (has_constant<V>) state += tiles * (p.dv + granule) * number;
     const std::int64_t parts =
         tiles * (static_cast<std::int64_t>(sizeof(double)) * (2 * p.group() + 1) +
                  static_cast<std::int64_t>(sizeof(NormaliserRecord)) * p.group());
-    return p.batch * p.heads * p.nq * number +
+    // sums of features beside the windows of the forward pass, see docs/engine.md
+    const std::int64_t sums = pass == Pass::forward && tiles > 1 ? p.batch * p.kv_heads * features * number : 0;
+    return p.batch * p.heads * p.nq * number + sums +
            found.segments * p.batch * p.kv_heads * (state + parts) +
-           workers_bytes(p, pass, options) +
+           workers_bytes(p, pass, options) + logits(p, pass) + projection(p) +
            16 * static_cast<std::int64_t>(Workspace<ExecSpace>::alignment);
   }
 };
@@ -65,7 +83,7 @@ TYPED_TEST(Memory, WithinTheBound) {
           const Options options{.causal = causal, .segments = segments};
           // decoding has fewer rows than keys; the table of shifts then is what little there is
           const std::int64_t shifts = is_scaled<typename TypeParam::V>
-                                          ? p.batch * p.kv_heads * (p.nk / 1024 + 2) * p.d *
+                                          ? p.batch * p.kv_heads * (p.nk / 1024 + 2) * features_of_row<typename TypeParam::V>(p.d) *
                                                 static_cast<std::int64_t>(sizeof(int))
                                           : 0;
           const std::int64_t bytes = static_cast<std::int64_t>(this->workspace(p, pass, options));
@@ -73,7 +91,8 @@ TYPED_TEST(Memory, WithinTheBound) {
               << describe(p, options) << (pass == Pass::forward ? " forward" : " backward");
           // the states of all tokens, as a careless implementation keeps them
           if (p.nq > 1000) {
-            EXPECT_LT(bytes, p.nq * p.heads * p.d * p.dv);
+            EXPECT_LT(bytes - this->logits(p, pass),
+                      p.nq * p.heads * features_of_row<typename TypeParam::V>(p.d) * p.dv);
           }
         }
 }
@@ -93,10 +112,10 @@ TYPED_TEST(Memory, SlopeInTheNumberOfTokens) {
               twice{2, 4, 4, 2 * n, 2 * n, width, width};
           const auto more = static_cast<std::int64_t>(this->workspace(twice, pass, options)) -
                             static_cast<std::int64_t>(this->workspace(once, pass, options));
-          const std::int64_t rows = once.batch * once.heads * n;
-          EXPECT_LE(more, rows * static_cast<std::int64_t>(sizeof(A))) << describe(once, options);
+          const std::int64_t rows = once.batch * once.heads * n, logits = this->logits(once, pass);
+          EXPECT_LE(more, rows * static_cast<std::int64_t>(sizeof(A)) + logits) << describe(once, options);
           if (!is_scaled<V> || pass == Pass::forward) {
-            EXPECT_EQ(more, 0) << describe(once, options);
+            EXPECT_EQ(more, logits) << describe(once, options);
           }
         }
 }
@@ -104,7 +123,7 @@ TYPED_TEST(Memory, SlopeInTheNumberOfTokens) {
 TYPED_TEST(Memory, TilesDoNotDependOnTheNumberOfTokens) {
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     const auto tiles = [&](std::int64_t n) {
-      return plan<typename TypeParam::T>(typename TypeParam::ExecSpace(), this->variant(),
+      return plan<typename TypeParam::T>(typename TypeParam::ExecSpace(), this->variant({1, 4, 4, n, n, 64, 64}),
                                          {1, 4, 4, n, n, 64, 64}, pass, {.causal = true})
           .tile_bytes;
     };
@@ -150,7 +169,8 @@ TYPED_TEST(Memory, MeasuredByAllocationHooks) {
         peaks[times - 1] = peak;
       }
       EXPECT_LE(peaks[1] - peaks[0],
-                2 * 3000 * static_cast<std::int64_t>(sizeof(accumulator_t<T>)));
+                2 * 3000 * static_cast<std::int64_t>(sizeof(accumulator_t<T>)) +
+                    this->logits({1, 2, 2, 3000, 3000, 32, 24}, Pass::backward));
     }
 }
 

@@ -38,13 +38,37 @@ inline constexpr bool has_query_parameter = V::query_parameter != nullptr;
 template <Variant V>
 inline constexpr bool has_key_parameter = V::key_parameter != nullptr;
 template <Variant V>
-inline constexpr bool is_scaled = ScaledFeatureMap<key_map_t<V>>;
+inline constexpr bool is_scaled = is_scaled_v<V>;
 template <Variant V>
 inline constexpr bool has_constant = has_constant_v<V>;
 template <Variant V>
 inline constexpr bool has_score_scale = scale_parameter_name<V>() != nullptr;
 template <Variant V>
 inline constexpr bool has_local_term = has_local_term_v<V>;
+/// Whether rows of no entries have weights.
+template <Variant V>
+inline constexpr bool weighs_empty_rows =
+    has_constant<V> || ExactVariant<V> || ProjectedVariant<V> || std::is_same_v<V, Taylor>;
+
+/// R of a row of d entries, as test cases have it; 0 of exact attention.
+template <Variant V>
+std::int64_t features_of_row(std::int64_t d) {
+  if (ProjectedVariant<V>)  // blocks of orthogonal rows and a part of one; few for the reference where rows are wide
+    return d <= 32 ? 2 * d + 3 : d / 2 + 3;
+  return LinAttn::detail::features_of(V{}, d);
+}
+/// Whether a state of rows of d entries is small enough for the reference and for many calls.
+template <Variant V>
+bool has_small_state(std::int64_t d) {
+  return features_of_row<V>(d) <= 4096;
+}
+
+/// Whether the variant takes these options. Exact attention is normalised, and has no noise and no centre.
+template <Variant V>
+bool takes(const Options& options) {
+  return LinearVariant<V> || (options.normalise.value_or(true) && !(options.dropout.p > 0) && !options.center_v &&
+                              options.small_normaliser == SmallNormaliser::check);
+}
 
 /// Sums over keys, row-major: S (M,Hkv,R,Dv), z (M,Hkv,R), shift (M,Hkv,R) of scaled maps, t (M,Hkv,Dv)
 /// and m (M) of variants with a constant, for which some numbers are taken if there are none.
@@ -55,7 +79,7 @@ struct StateValues {
   std::vector<std::int64_t> m{};
 };
 
-/// Settings of affine attention that other variants lack.
+/// Settings of affine attention that other variants lack; softmax and taylor have a scale, too.
 struct AffineSettings {
   std::optional<double> scale{};
   QkNorm qk_norm = QkNorm::l2;
@@ -76,6 +100,7 @@ struct Case {
   std::vector<double> q, k, v, d_o;
   std::vector<double> alpha, beta;  ///< parameters by head; empty where the variant has none
   std::vector<double> constant;     ///< likewise
+  std::vector<double> projection;   ///< (features_of_row(D), D); empty where the variant has none
   AffineSettings affine{};
   BlockSettings diag{};
 
@@ -114,11 +139,12 @@ void round_to(std::vector<double>& x) {
   for (double& element : x) element = static_cast<double>(static_cast<T>(element));
 }
 
-/// Normal entries, some of them exactly 0. A normalised identity gets entries near 1: with weights
-/// of both signs its row sums could pass through 0.
+/// Normal entries, some of them exactly 0. Normalised identity and cosine get entries near 1: with weights
+/// of both signs their row sums could pass through 0.
 template <class T, Variant V>
 std::vector<double> random_entries(Random& random, std::int64_t n, bool normalise) {
-  const bool signed_weights = reference::kernel_from_name(V::name) == reference::Kernel::identity;
+  const auto kernel = reference::kernel_from_name(V::name);
+  const bool signed_weights = kernel == reference::Kernel::identity || kernel == reference::Kernel::cosine;
   auto x = signed_weights && normalise ? random.normals(n, 1, 0.3) : random.normals(n);
   if (!(signed_weights && normalise))
     for (std::size_t i = 5; i < x.size(); i += 11) x[i] = 0;
@@ -140,13 +166,15 @@ Case random_case(const Problem& problem, const Options& options, std::uint64_t s
   round_to<T>(c.d_o);
   if (has_query_parameter<V>) c.alpha = random.uniforms(problem.heads, 0.5, 1.2);
   if (has_key_parameter<V>) c.beta = random.uniforms(problem.kv_heads, 0.5, 1.2);
+  if (ProjectedVariant<V>)
+    c.projection = LinAttn::detail::orthogonal_rows(features_of_row<V>(problem.d), problem.d, seed());
   if (has_constant<V>) c.constant = random.uniforms(problem.heads, 1.2, 2);  // beyond a: weights are positive
   return c;
 }
 
 template <Variant V>
 V make_variant(const Parameter& query, const Parameter& key, const Parameter& constant = 1.0,
-               const AffineSettings& affine = {}) {
+               const AffineSettings& affine = {}, const Projection& projection = {}) {
   if constexpr (std::is_same_v<V, Affine>)
     return {.a = query,
             .b = constant,
@@ -154,10 +182,23 @@ V make_variant(const Parameter& query, const Parameter& key, const Parameter& co
             .qk_norm = affine.qk_norm,
             .norm_eps = affine.norm_eps,
             .max_norm_sees_future = true};
+  else if constexpr (std::is_same_v<V, Softmax> || std::is_same_v<V, Taylor>)
+    return {.scale = affine.scale.value_or(0)};
+  else if constexpr (ProjectedVariant<V>)
+    return {.projection = projection};
   else if constexpr (has_query_parameter<V> && has_key_parameter<V>)
     return V{query, key};
   else
     return V{};
+}
+
+/// A variant to ask for plans and sizes with, for rows of d entries: nothing lies behind its projection.
+template <Variant V, class ExecSpace>
+V variant_for_plans(std::int64_t d) {
+  static double nothing = 0;
+  using View = Kokkos::View<double**, ExecSpace, Kokkos::MemoryTraits<Kokkos::Unmanaged>>;
+  return make_variant<V>(1.0, 1.0, 1.0, {},
+                         View(&nothing, static_cast<std::size_t>(features_of_row<V>(d)), static_cast<std::size_t>(d)));
 }
 
 /// What the reference has to be told. A variant that it does not know fails here, by its name.
@@ -181,6 +222,9 @@ reference::Settings settings_of(const Case& c, const Options& options) {
                                                        : reference::Norm::max;
     settings.norm_eps = c.affine.norm_eps;
   }
+  settings.projection = c.projection;
+  if constexpr (std::is_same_v<V, Softmax> || std::is_same_v<V, Taylor>)
+    settings.score_scale = make_variant<V>(1.0, 1.0, 1.0, c.affine).score_scale(c.problem.d);
   if constexpr (has_local_term<V>) {
     settings.block = c.diag.block;
     settings.combine = c.diag.combine == Combine::average ? reference::Combine::average
@@ -286,6 +330,7 @@ struct Arrangement {
   Layout mask = Layout::right, state = Layout::right, d_state = Layout::right;
   Layout centred = Layout::right, linear = Layout::right;
   Layout factors = Layout::right, d_factors = Layout::right;
+  Layout projection = Layout::right;
 };
 
 /// Which gradients to ask for; parameters only where the variant has them.
@@ -348,7 +393,7 @@ class Attention {
 
   bool normalise() const { return m_options.normalise.value_or(V::normalise_by_default); }
   V variant() const {
-    V result = make_variant<V>(alpha.view(), beta.view(), constant.view(), m_case.affine);
+    V result = make_variant<V>(alpha.view(), beta.view(), constant.view(), m_case.affine, projection.view());
     if constexpr (has_local_term<V>) {
       result.block = m_case.diag.block;
       result.combine = m_case.diag.combine;
@@ -378,6 +423,7 @@ class Attention {
   PlacedTensor<A, 3, ExecSpace> denominator;
   PlacedTensor<double, 1, ExecSpace> alpha, beta, d_alpha, d_beta;
   PlacedTensor<double, 1, ExecSpace> constant, d_constant, d_scale;
+  PlacedTensor<double, 2, ExecSpace> projection;
   PlacedTensor<std::uint8_t, 2, ExecSpace> mask;
   PlacedTensor<T, 4, ExecSpace> centred;  ///< used with center_v
   PlacedTensor<T, 4, ExecSpace> linear;   ///< used where factors have gradients
@@ -419,6 +465,8 @@ Attention<T, ExecSpace, V>::Attention(const Case& c, const Options& options, con
   d_constant = {constant.extents(), at.d_parameter};
   d_scale = {{has_score_scale<V> ? p.heads : 0}, at.d_parameter};
   constant.set(c.constant);
+  projection = {{ProjectedVariant<V> ? features_of_row<V>(p.d) : 0, p.d}, at.projection};
+  projection.set(c.projection);
   if (options.center_v) centred = {o.extents(), at.centred};
   if (has_factors()) {
     linear = {o.extents(), at.linear};
@@ -441,7 +489,7 @@ Attention<T, ExecSpace, V>::Attention(const Case& c, const Options& options, con
     mask = {{p.batch, p.nk}, at.mask};
     mask.set(c.key_mask);
   }
-  const std::int64_t features = feature_count(variant().key_map(), p.d);
+  const std::int64_t features = features_of_row<V>(p.d);
   last = {p, features, at.state};
   if (c.initial) {
     initial = {p, features, at.state};
@@ -565,7 +613,7 @@ Outcome<T> Attention<T, ExecSpace, V>::outcome(const Wanted& wanted) {
   EXPECT_TRUE(q.guards_intact() && k.guards_intact() && v.guards_intact() && o.guards_intact() &&
               denominator.guards_intact() && d_o.guards_intact() && d_q.guards_intact() &&
               d_k.guards_intact() && d_v.guards_intact() && d_alpha.guards_intact() &&
-              d_beta.guards_intact() && d_constant.guards_intact() && d_scale.guards_intact() &&
+              d_beta.guards_intact() && projection.guards_intact() && d_constant.guards_intact() && d_scale.guards_intact() &&
               centred.guards_intact() && linear.guards_intact() && d_diag_r.guards_intact() &&
               d_diag_p.guards_intact())
       << "memory between or around the tensors was written";
@@ -756,7 +804,8 @@ inline std::string describe(const Problem& problem, const Options& options) {
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Elu)      \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)      \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Affine)   \
-  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::LlnDiag)
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::LlnDiag)  \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Softmax)
 #else
 #define LINATTN_TEST_INSTANTIATE_ALL(PREFIX)           \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Identity)  \
@@ -765,7 +814,11 @@ inline std::string describe(const Problem& problem, const Options& options) {
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Quadratic) \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Lln)       \
   LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Affine)    \
-  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::LlnDiag)
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Taylor)    \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Cosine)    \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Performer) \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::LlnDiag)   \
+  LINATTN_TEST_INSTANTIATE(PREFIX, LinAttn::Softmax)
 #endif
 
 #if !defined(LINATTN_DEFINES_TEST_INSTANTIATIONS)

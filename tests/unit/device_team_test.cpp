@@ -91,6 +91,7 @@ class EmulatedPass {
       if (m_call.local().arguments().tiles_of_block == 1) {
         walk(SoftmaxWalk::block_gradient);
       } else {
+        walk(SoftmaxWalk::row_sum);
         walk(SoftmaxWalk::row_gradient);
         walk(SoftmaxWalk::key_gradient);
       }

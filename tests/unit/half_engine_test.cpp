@@ -65,13 +65,18 @@ class HalfEngine : public ::testing::Test {
   void TearDown() override { s_memory.clear(); }
 
   template <class V>
-  void check(const V& variant, const Problem& p, const Options& options, int step, bool masked,
+  void check(V variant, const Problem& p, const Options& options, int step, bool masked,
              bool with_states) {
     SCOPED_TRACE(std::string(V::name) + " " + describe(p, options) + " step " +
                  std::to_string(step));
     Random random(seed());
     const Exec exec;
     const std::int64_t B = p.batch, H = p.heads, K = p.kv_heads;
+    Kokkos::View<double**, Memory> projection;
+    if constexpr (ProjectedVariant<V>) {
+      projection = orthogonal_features(exec, features_of_row<V>(p.d), p.d, seed());
+      variant.projection = projection;
+    }
     const auto q = narrow(B, H, p.nq, p.d, step), k = narrow(B, K, p.nk, p.d, step),
                v = narrow(B, K, p.nk, p.dv, step), o = narrow(B, H, p.nq, p.dv, step),
                d_o = narrow(B, H, p.nq, p.dv, step), d_q = narrow(B, H, p.nq, p.d, step),
@@ -88,7 +93,7 @@ class HalfEngine : public ::testing::Test {
     for (std::int64_t b = 0; b < B; ++b)
       for (std::int64_t n = 0; n < p.nk; ++n) mask(b, n) = n % 5 != 2;
     const Sums s16("test::s16", B, H, p.nq), s32("test::s32", B, H, p.nq);
-    const auto R = p.d;
+    const auto R = features_of_row<V>(p.d);
     const Floats<Exec> S0("S0", B, K, R, p.dv), ST("ST", B, K, R, p.dv),
         ST32("ST32", B, K, R, p.dv), dST("dST", B, K, R, p.dv), dS0("dS0", B, K, R, p.dv),
         dS032("dS032", B, K, R, p.dv);
@@ -203,6 +208,9 @@ TYPED_TEST(HalfEngine, IsFloatRoundedOnceRelu) { this->check_all(Relu{}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceQuadratic) { this->check_all(Quadratic{}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceLln) { this->check_all(Lln{1.5, 0.8}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceAffine) { this->check_all(Affine{}); }
+TYPED_TEST(HalfEngine, IsFloatRoundedOnceTaylor) { this->check_all(Taylor{}); }
+TYPED_TEST(HalfEngine, IsFloatRoundedOnceCosine) { this->check_all(Cosine{}); }
+TYPED_TEST(HalfEngine, IsFloatRoundedOncePerformer) { this->check_all(Performer{}); }
 TYPED_TEST(HalfEngine, IsFloatRoundedOnceAffineLargestNorm) {
   this->check_all(Affine{.b = 1.5, .qk_norm = QkNorm::max, .max_norm_sees_future = true}, false);
 }

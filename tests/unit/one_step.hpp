@@ -18,25 +18,29 @@ class OneStep {
         m_alpha{{static_cast<std::int64_t>(m_case.alpha.size())}, Layout::right},
         m_beta{{static_cast<std::int64_t>(m_case.beta.size())}, Layout::right},
         m_constant{{static_cast<std::int64_t>(m_case.constant.size())}, Layout::right},
+        m_projection{{ProjectedVariant<V> ? features_of_row<V>(p.d) : 0, p.d}, Layout::right},
         m_q{{p.batch, p.heads, p.d}, Layout::right},
         m_k{{p.batch, p.kv_heads, p.d}, Layout::right},
         m_v{{p.batch, p.kv_heads, p.dv}, Layout::right},
         m_o{{p.batch, p.heads, p.dv}, Layout::right},
-        m_before(p, p.d, Layout::right),
-        m_after(p, p.d, Layout::right) {
+        m_before(p, features_of_row<V>(p.d), Layout::right),
+        m_after(p, features_of_row<V>(p.d), Layout::right) {
     m_alpha.set(m_case.alpha);
     m_beta.set(m_case.beta);
     m_constant.set(m_case.constant);
+    m_projection.set(m_case.projection);
     m_q.set(m_case.q);
     m_k.set(m_case.k);
     m_v.set(m_case.v);
     Random random(seed());
-    const std::int64_t sums = p.batch * p.kv_heads * p.d;
+    const std::int64_t sums = p.batch * p.kv_heads * features_of_row<V>(p.d);
     m_before.set({random.normals(sums * p.dv), random.uniforms(sums, 1, 2),
                   std::vector<int>(static_cast<std::size_t>(sums), 1)});
   }
 
-  V variant() const { return make_variant<V>(m_alpha.view(), m_beta.view(), m_constant.view()); }
+  V variant() const {
+    return make_variant<V>(m_alpha.view(), m_beta.view(), m_constant.view(), {}, m_projection.view());
+  }
   std::size_t workspace_bytes() const {
     return workspace_size<T>(m_exec, variant(), m_problem, Pass::step);
   }
@@ -74,6 +78,7 @@ class OneStep {
   Case m_case;
   ExecSpace m_exec;
   PlacedTensor<double, 1, ExecSpace> m_alpha, m_beta, m_constant;
+  PlacedTensor<double, 2, ExecSpace> m_projection;
   PlacedTensor<T, 3, ExecSpace> m_q, m_k, m_v, m_o;
   PlacedState<T, ExecSpace, V> m_before, m_after;
 };

@@ -46,9 +46,13 @@ using CudaSpaces = TypeList<>;
 #if defined(LINATTN_TEST_FEW)  // see tests/mutation
 using Spaces = SerialSpaces;
 using TestVariants = VariantList<Identity, Elu, Lln, Affine>;
+using AllTestVariants = VariantList<Identity, Elu, Lln, Affine, Softmax>;
 #else
 using Spaces = Concatenated<SerialSpaces, OpenMpSpaces, CudaSpaces>::type;
 using TestVariants = LinearVariants;
+template <class... V>
+VariantList<V..., Softmax> with_softmax(VariantList<V...>);
+using AllTestVariants = decltype(with_softmax(TestVariants{}));
 #endif
 
 /// What a typed test is about; T and V are void where a test needs none.
@@ -69,9 +73,9 @@ auto scalars(TypeList<E...>) ->
 
 template <class E, class T, class... V>
 TypeList<Config<E, T, V>...> variants_of(Config<E, T>, VariantList<V...>);
-template <class... C>
+template <class List, class... C>
 auto variants(TypeList<C...>) ->
-    typename Concatenated<TypeList<>, decltype(variants_of(C{}, TestVariants{}))...>::type;
+    typename Concatenated<TypeList<>, decltype(variants_of(C{}, List{}))...>::type;
 
 template <class... E>
 TypeList<Config<E>...> alone(TypeList<E...>);
@@ -84,12 +88,18 @@ template <class... C>
 
 }  // namespace detail
 
-/// Execution spaces; with float and double; with every shipped variant that has states; that in double only.
+/// Execution spaces; with float and double; with every shipped variant that has states; that in double only. OverAll
+/// has exact attention, too.
 using OverSpaces = decltype(detail::as_google(detail::alone(Spaces{})));
 using OverScalars = decltype(detail::as_google(detail::scalars(Spaces{})));
-using OverVariants = decltype(detail::as_google(detail::variants(detail::scalars(Spaces{}))));
-using OverVariantsInDouble =
-    decltype(detail::as_google(detail::variants(detail::with_scalar<double>(Spaces{}))));
+template <class List>
+using Over = decltype(detail::as_google(detail::variants<List>(detail::scalars(Spaces{}))));
+template <class List>
+using OverInDouble = decltype(detail::as_google(detail::variants<List>(detail::with_scalar<double>(Spaces{}))));
+using OverVariants = Over<TestVariants>;
+using OverVariantsInDouble = OverInDouble<TestVariants>;
+using OverAllVariants = Over<AllTestVariants>;
+using OverAllVariantsInDouble = OverInDouble<AllTestVariants>;
 
 /// Names of typed tests: "OpenMP_float_lln".
 struct ConfigName {

@@ -3,6 +3,8 @@
 // A user's program with feature maps of its own; docs/adding-a-variant.md quotes it.
 
 #include <cstdio>
+#include <linattn/baselines/linformer.hpp>
+#include <linattn/baselines/nystrom.hpp>
 #include <linattn/linattn.hpp>
 #if defined(CONSUMER_WITH_IO)
 #include <linattn/io/io.hpp>
@@ -62,6 +64,16 @@ void check_gradients() {
   }
 }
 
+/// The installed baselines: sizes of workspaces, from the library.
+void check_baselines() {
+  namespace baselines = LinAttn::baselines;
+  const Kokkos::DefaultHostExecutionSpace exec;
+  const LinAttn::Problem p{.batch = 1, .heads = 2, .kv_heads = 2, .nq = 90, .nk = 90, .d = 8, .dv = 8};
+  report("nystrom", 0, baselines::workspace_size<float>(exec, baselines::Nystrom{}, p, LinAttn::Pass::backward) > 0);
+  const auto bytes = baselines::workspace_size<float>(exec, baselines::Linformer{}, p, 16, LinAttn::Pass::backward);
+  report("linformer", 0, bytes > 0);
+}
+
 #if defined(CONSUMER_WITH_IO)
 /// A file written and read again through LinAttn::io.
 void check_files() {
@@ -92,6 +104,7 @@ int main(int argc, char** argv) {
   const Kokkos::ScopeGuard guard(argc, argv);
   std::printf("LinAttn %s on %s\n", LINATTN_VERSION, Kokkos::DefaultHostExecutionSpace::name());
   check_gradients();
+  check_baselines();
 #if defined(CONSUMER_WITH_IO)
   check_files();
 #endif
