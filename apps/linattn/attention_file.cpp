@@ -48,8 +48,8 @@ void require_finite(const io::TensorFile& file, const std::string& path,
                              index_text(index_of(static_cast<std::int64_t>(i), extents))));
 }
 
-/// A dataset of finite factors; nullptr if the file has none.
-const io::Array* factors(const io::TensorFile& file, const std::string& path) {
+/// A dataset of finite numbers; nullptr if the file has none.
+const io::Array* finite(const io::TensorFile& file, const std::string& path) {
   const io::Array* array = file.find(path);
   if (array != nullptr) require_finite(file, path, array->as<double>(), array->extents());
   return array;
@@ -92,12 +92,14 @@ void require_supported(const io::TensorFile& file, Use use) {
     throw InvalidArgument(
         detail::message(file.file().string(), ": attribute 'variant' of /: ", error.what()));
   }
-  if (variant_info(file.variant()).has_blocks) require_no_states(file, use);
+  if (!variant_info(file.variant()).has_states) require_no_states(file, use);
   require_known(file, "/inputs/state");
   if (use != Use::forward) require_known(file, "/cotangent/state");
   if (use != Use::verify) return;
   if (variant_info(file.variant()).has_blocks)
     require_absent(file, "/expected/diagnostics", "diagnostics of attention joined by blocks");
+  if (variant_info(file.variant()).has_projection)
+    require_absent(file, "/expected/diagnostics", "diagnostics of features of logits");
 }
 
 std::optional<HostState> read_state(const io::TensorFile& file, const std::string& group) {
@@ -109,8 +111,11 @@ std::optional<HostState> read_state(const io::TensorFile& file, const std::strin
   };
   const std::int64_t members = file.members();
   const VariantInfo& info = variant_info(file.variant());
-  HostState state{part("S", {members, p.kv_heads, p.d, p.dv}),
-                  part("z", {members, p.kv_heads, p.d}),
+  std::int64_t features = p.d;
+  for (const char* name : {"S", "z"})
+    if (const io::Array* array = file.find(group + "/" + name)) features = array->extent(2);
+  HostState state{part("S", {members, p.kv_heads, features, p.dv}),
+                  part("z", {members, p.kv_heads, features}),
                   {},
                   {},
                   {}};
@@ -134,10 +139,8 @@ void require_foresight(const Job& job, const std::string& where) {
       job.settings.values().at("moments").to_string()));
 }
 
-namespace {
-
-/// What jobs of all variants have.
-Job job_of(const io::TensorFile& file) {
+Job make_job(const io::TensorFile& file, bool with_gradients, const Foresight& foresight) {
+  const VariantInfo& info = variant_info(file.variant());
   Job job;
   job.variant = file.variant();
   job.problem = file.problem();
@@ -148,28 +151,14 @@ Job job_of(const io::TensorFile& file) {
   job.key_mask = file.find("/inputs/key_mask");
   job.cu_seqlens_q = file.find("/inputs/cu_seqlens_q");
   job.cu_seqlens_k = file.find("/inputs/cu_seqlens_k");
-  return job;
-}
-
-}  // namespace
-
-bool holds_only_diagnostics(const io::TensorFile& file) {
-  for (const char* group : {"/expected_grad", "/expected_grad/state", "/expected/state", "/expected/moments"})
-    if (!file.names(group).empty()) return false;
-  return !file.has("/expected/o") && !file.names("/expected/diagnostics").empty();
-}
-
-Job make_diagnostics_job(const io::TensorFile& file) { return job_of(file); }
-
-Job make_job(const io::TensorFile& file, bool with_gradients, const Foresight& foresight) {
-  const VariantInfo& info = variant_info(file.variant());
-  Job job = job_of(file);
   job.parameters = parameters_of(
       info, [&](const ParameterInfo& parameter) { return parameter_values(file, parameter); });
   job.foresight = foresight;
   require_foresight(job, file.file().string());
-  if (job.uses_diag_r()) job.diag_r = factors(file, "/inputs/diag_r");
-  if (job.uses_diag_p()) job.diag_p = factors(file, "/inputs/diag_p");
+  if (job.uses_diag_r()) job.diag_r = finite(file, "/inputs/diag_r");
+  if (job.uses_diag_p()) job.diag_p = finite(file, "/inputs/diag_p");
+  job.projection = finite(file, "/inputs/projection");
+  draw_projection(job);
   job.state = read_state(file, "/inputs/state");
   if (!with_gradients) return job;
 

@@ -19,11 +19,6 @@ enum class Use { forward, forward_and_backward, verify };
 /// and dataset or attribute
 void require_supported(const io::TensorFile& file, Use use);
 
-/// Whether a file expects nothing but /expected/diagnostics.
-bool holds_only_diagnostics(const io::TensorFile& file);
-/// A job for diagnosis() alone, also of a matrix that no variant of this version computes (softmax).
-Job make_diagnostics_job(const io::TensorFile& file);
-
 /// The job that a supported file describes. Its arrays are the file's. `foresight` is what only a
 /// command line can allow. \throws InvalidArgument if a cotangent or a parameter is missing, a
 /// parameter, an exponent or a number of keys is not one, or moments would see the future

@@ -15,6 +15,7 @@ void add_verify(CLI::App& app, Action& action);
 void add_generate(CLI::App& app, Action& action);
 void add_moments(CLI::App& app, Action& action);
 void add_diagnose(CLI::App& app, Action& action);
+void add_study(CLI::App& app, Action& action);
 void add_info(CLI::App& app, Action& action);
 
 }  // namespace LinAttn::app

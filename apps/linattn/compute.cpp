@@ -145,6 +145,7 @@ struct Buffers {
   Records smallest;  // of extents (0, 0) where row sums are not checked
   std::vector<PerHead> parameters, d_parameters;  // in the order of the variant's
   Factors diag_r, diag_p, d_diag_r, d_diag_p;     // of extents (0, 0) where there are none
+  Factors projection;                             // likewise
   PerHead sigma_q, sigma_k;                       // of extent 0 where they are not measured
   Mask key_mask;
   StateViews<ExecSpace, T> first, last, d_first, d_last;  // states before and after the keys
@@ -165,6 +166,7 @@ struct Buffers {
               : parameter(exec, "parameter", job.parameters[i]));
     if (job.diag_r != nullptr) diag_r = factors(exec, "diag_r", *job.diag_r);
     if (job.diag_p != nullptr) diag_p = factors(exec, "diag_p", *job.diag_p);
+    if (job.projection != nullptr) projection = factors(exec, "projection", *job.projection);
     if (job.key_mask != nullptr) {
       key_mask = allocate<Mask>("key mask", p.batch, p.nk);
       io::copy_into(exec, *job.key_mask, key_mask);
@@ -278,6 +280,7 @@ struct Buffers {
     }
     if (job.diag_r != nullptr) result.diag_r = diag_r;
     if (job.diag_p != nullptr) result.diag_p = diag_p;
+    if (job.projection != nullptr) result.projection = projection;
     return result;
   }
 
@@ -367,10 +370,16 @@ void require_large_row_sums(const ExecSpace& exec, const Saved<ExecSpace, T>& sa
   }
 }
 
+/// Rows of a state; 0 of a variant without states.
+template <class V>
+std::int64_t features_of(const Job& job) {
+  return ProjectedVariant<V> ? job.projection->extent(0) : detail::features_of(V{}, job.problem.d);
+}
+
 template <class T, class ExecSpace, class V>
 Outcome compute_variant(const ExecSpace& exec, const Job& job, const Execution& execution) {
   const VariantInfo& info = variant_info(job.variant);
-  const std::int64_t features = feature_count(V{}.key_map(), job.problem.d);
+  const std::int64_t features = features_of<V>(job);
   const Options options = options_of(job, execution);
   const Buffers<ExecSpace, T> buffers(exec, job, info, features, options);
   const V variant = make_variant(std::type_identity<V>{}, job, buffers.parameters_of(job, info));
@@ -443,9 +452,13 @@ const std::vector<VariantInfo>& variants() {
       VariantInfo info{.name = V::name,
                        .normalise_by_default = V::normalise_by_default,
                        .parameters = {},
-                       .has_shift = ScaledFeatureMap<key_map_t<V>>,
+                       .has_shift = is_scaled_v<V>,
                        .has_counts = has_constant_v<V>,
-                       .has_blocks = has_local_term_v<V>};
+                       .has_blocks = has_local_term_v<V>,
+                       .has_states = LinearVariant<V> && !has_local_term_v<V>,
+                       .may_be_plain = LinearVariant<V> && !has_local_term_v<V>,
+                       .has_own_scale = requires(const V& variant) { variant.scale; },
+                       .has_projection = ProjectedVariant<V>};
       const auto add = [&](const char* name, Role role) {
         if (name != nullptr) info.parameters.push_back({name, role, role == Role::scale});
       };
@@ -473,7 +486,7 @@ std::vector<NamedArray> HostState::sums() const {
 }
 
 double Job::output_scale() const {
-  return variant_info(variant).parameter("scale") != nullptr ? 1.0 : settings.real("scale", 1.0);
+  return variant_info(variant).has_own_scale ? 1.0 : settings.real("scale", 1.0);
 }
 
 std::vector<double> Job::per_head(const ParameterInfo& parameter) const {
@@ -487,6 +500,21 @@ std::vector<double> Job::per_head(const ParameterInfo& parameter) const {
 }
 
 std::string variant_names() { return LinAttn::variant_names(); }
+
+void draw_projection(Job& job) {
+  if (!variant_info(job.variant).has_projection || job.projection != nullptr) return;
+  const std::int64_t features = job.settings.integer("features", 1), d = job.problem.d;
+  try {
+    job.drawn_projection = std::make_shared<const io::Array>(
+        detail::orthogonal_rows(features, d, job.settings.counter("seed", 0)), std::vector<std::int64_t>{features, d});
+  } catch (const InvalidArgument&) {
+    throw;
+  } catch (const std::exception&) {
+    throw EnvironmentFailure(
+        detail::message("not enough memory: cannot draw a projection of ", features, " features of ", d, " entries"));
+  }
+  job.projection = job.drawn_projection.get();
+}
 
 const VariantInfo& variant_info(std::string_view name) {
   for (const VariantInfo& info : variants())
@@ -507,6 +535,8 @@ void require_valid_settings(const Job& job) {
   with_variant(job.variant, [&]<class V>(std::type_identity<V> type) {
     Parameters parameters;
     const VariantInfo& info = variant_info(job.variant);
+    // of a projection the library judges the extents, and these are right
+    if constexpr (ProjectedVariant<V>) return;
     for (std::size_t i = 0; i < info.parameters.size(); ++i)
       if (job.parameters[i].size() <= 1)  // any rate will do for one that is yet to be matched
         parameters.by_name.emplace(info.parameters[i].name,
@@ -515,7 +545,7 @@ void require_valid_settings(const Job& job) {
     detail::validate_variant<Kokkos::DefaultHostExecutionSpace>(
         detail::resolved(variant, job.problem), job.problem, Pass::forward, job.causal());
     dropout_of(job.settings).validate(job.problem);
-    if (info.has_blocks && !job.normalise())
+    if (!info.may_be_plain && !job.normalise())
       throw InvalidArgument(
           detail::message("normalise: expected 1 for variant ", info.name, ", found 0"));
     if (info.has_blocks && !job.causal() && job.problem.nq != job.problem.nk)

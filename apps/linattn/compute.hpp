@@ -6,6 +6,7 @@
 #include <linattn/plan.hpp>
 #include <linattn/problem.hpp>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -56,9 +57,13 @@ struct VariantInfo {
   std::string name;
   bool normalise_by_default = true;
   std::vector<ParameterInfo> parameters;
-  bool has_shift = false;   ///< its states have base-2 exponents
-  bool has_counts = false;  ///< its states have sums of values, and numbers of keys
-  bool has_blocks = false;  ///< exact attention inside blocks is joined to it; it has no states
+  bool has_shift = false;       ///< its states have base-2 exponents
+  bool has_counts = false;      ///< its states have sums of values, and numbers of keys
+  bool has_blocks = false;      ///< exact attention inside blocks is joined to it
+  bool has_states = true;       ///< sums over keys that a sequence can be continued from
+  bool may_be_plain = true;     ///< whether `normalise` can be 0
+  bool has_own_scale = false;   ///< `scale` is that of the scores
+  bool has_projection = false;  ///< features are of logits
 
   /// nullptr if it has none of that name.
   const ParameterInfo* parameter(std::string_view name) const;
@@ -114,8 +119,10 @@ struct Job {
   const io::Array* q = nullptr;
   const io::Array* k = nullptr;
   const io::Array* v = nullptr;
-  const io::Array* diag_r = nullptr;  ///< of a variant with blocks; absent: 1/2
-  const io::Array* diag_p = nullptr;  ///< likewise
+  const io::Array* diag_r = nullptr;                  ///< of a variant with blocks; absent: 1/2
+  const io::Array* diag_p = nullptr;                  ///< likewise
+  const io::Array* projection = nullptr;              ///< (features, D), of a variant that has one
+  std::shared_ptr<const io::Array> drawn_projection;  ///< what it points at where no file has it
   const io::Array* key_mask = nullptr;
   const io::Array* cu_seqlens_q = nullptr;
   const io::Array* cu_seqlens_k = nullptr;
@@ -126,8 +133,6 @@ struct Job {
   bool wants_moments = false;      ///< also where nothing is matched to them
   bool wants_diagnostics = false;  ///< of the dense reference; diagnosis() measures them
 
-  /// Whether only the matrix of weights is meant: compute() does not know the variant.
-  bool is_matrix() const { return variant == "softmax"; }
   bool causal() const { return settings.flag("causal", false); }
   bool normalise() const { return settings.flag("normalise", true); }
   bool uses_diag_r() const { return app::uses_diag_r(settings); }
@@ -137,6 +142,10 @@ struct Job {
   /// The values of one parameter, given once or not, for each of its heads.
   std::vector<double> per_head(const ParameterInfo& parameter) const;
 };
+
+/// Gives a job whose variant needs a projection, and that has none, the one that its settings
+/// `features` and `seed` say. \throws EnvironmentFailure if there is no memory
+void draw_projection(Job& job);
 
 /// How to compute it.
 struct Execution {

@@ -60,8 +60,10 @@ Diagnostics diagnose_in(const Job& job, const std::optional<HostMoments>& moment
   }
   std::optional<Diagnostics> result;
   for_each_linear_variant([&]<class V>(std::type_identity<V> type) {
-    if (job.variant == V::name)
-      result = diagnose<T>(exec, make_variant(type, job, parameters), inputs, options);
+    // the instruments know features of entries only
+    if constexpr (!ProjectedVariant<V>)
+      if (job.variant == V::name)
+        result = diagnose<T>(exec, make_variant(type, job, parameters), inputs, options);
   });
   if (!result) throw std::logic_error("a variant without a matrix was to be diagnosed");
   return *result;

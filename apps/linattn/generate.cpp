@@ -147,13 +147,14 @@ void require_memory(const Problem& p) {
                                           p.to_string(), ", which need ", number(needed, 4)));
 }
 
-/// Refuses an option that the variant does not have, or without one, that not all have.
-void require_setting(const GenerateOptions& options, const std::string& name) {
+/// Refuses an option that the variant does not have, or without one, that not all have, and values that are not for it.
+void require_setting(const GenerateOptions& options, const std::string& name, const io::Value& value) {
   const std::string option = options.config.option_of(name) + ": ";
   try {
-    io::attribute_of(
+    const io::AttributeSpec spec = io::attribute_of(
         io::variant_spec(options.variant.empty() ? variants().front().name : options.variant),
         name);
+    io::coerce(spec, value);
   } catch (const InvalidArgument& error) {
     if (options.variant.empty())
       throw InvalidArgument(option + "expected a variant that has " + name + ", found none");
@@ -165,8 +166,10 @@ void require_setting(const GenerateOptions& options, const std::string& name) {
 /// and is not matched.
 std::map<std::string, io::Value> config_values(const GenerateOptions& options) {
   std::map<std::string, io::Value> values = options.config.values();
-  for (const auto& [name, value] : values) require_setting(options, name);
+  for (const auto& [name, value] : values) require_setting(options, name, value);
   if (options.variant.empty()) return values;
+  // Every number depends on the seed of the command, also those of a projection.
+  if (variant_info(options.variant).has_projection) values.try_emplace("seed", options.seed);
   const io::VariantSpec& variant = io::variant_spec(options.variant);
   for (const ParameterInfo& parameter : variant_info(options.variant).parameters)
     if (is_matched(Settings(values), parameter.name)) {
@@ -189,7 +192,7 @@ Settings with_defaults(const std::string& variant, const std::map<std::string, i
   return Settings(std::move(values));
 }
 
-/// The job of the variant, without tensors.
+/// The job of the variant, without tensors but a projection that it may need.
 Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value>& config) {
   Job job;
   job.variant = options.variant;
@@ -202,6 +205,7 @@ Job job_of(const GenerateOptions& options, const std::map<std::string, io::Value
                    : std::vector<double>{job.settings.real(parameter.name, 1)};
       });
   job.foresight = options.foresight;
+  draw_projection(job);
   return job;
 }
 
@@ -285,6 +289,9 @@ ExitStatus generate(const GenerateOptions& given) {
   writer.write("/inputs/v", tensors.v);
   if (tensors.diag_r) writer.write("/inputs/diag_r", *tensors.diag_r);
   if (tensors.diag_p) writer.write("/inputs/diag_p", *tensors.diag_p);
+  if (!options.variant.empty())
+    if (const Job job = job_of(options, config); job.projection != nullptr)
+      writer.write("/inputs/projection", *job.projection);
   writer.write("/cotangent/o", tensors.d_o);
   const bool with_expected = !options.variant.empty() && !options.no_expected;
   if (with_expected) {

@@ -28,6 +28,7 @@ int main(int argc, char** argv) {
   add_generate(app, action);
   add_moments(app, action);
   add_diagnose(app, action);
+  add_study(app, action);
   add_info(app, action);
   try {
     app.parse(argc, argv);

@@ -30,8 +30,8 @@ constexpr Meaning meanings[] = {
     {"normalise", "Divide each row by the sum of its weights",
      "Do not divide: o = scale * sum of weighted values"},
     {"scale",
-     "Factor of the output where rows are not normalised; of affine that of the scores, there by "
-     "default 1/sqrt(D) with qk_norm none"},
+     "Factor of the output where rows are not normalised; of affine, taylor and softmax that of the scores, "
+     "by default 1/sqrt(D), but 1 of affine with qk_norm l2 or max"},
     {"alpha", "Rate of the queries, the same for all heads"},
     {"beta", "Rate of the keys, the same for all heads"},
     {"moments", "Match alpha and beta to the deviations of q and k, instead of giving them"},
@@ -46,7 +46,8 @@ constexpr Meaning meanings[] = {
     {"center_v", "Take values relative to the first that is visible: other roundings",
      "Take values as they are"},
     {"dropout_p", "Standard deviation of the noise that multiplies the output"},
-    {"seed", "Key of the noise"},
+    {"seed", "Key of the noise; of performer that of the projection, where the file has none"},
+    {"features", "Random features, where the file has no projection; by default 2 D"},
     {"offset", "Number of the call among those with the same noise key"},
     {"block", "Keys of a block of exact attention; by default D"},
     {"combine",
@@ -149,6 +150,14 @@ CLI::Validator finite_number() {
     double value = 0;
     if (!parses(text, value) || !std::isfinite(value))
       throw InvalidArgument(detail::message("expected a finite number, found '", text, "'"));
+  });
+}
+
+CLI::Validator positive_number() {
+  return accepted_by([](const std::string& text) {
+    double value = 0;
+    if (!parses(text, value) || !std::isfinite(value) || !(value > 0))
+      throw InvalidArgument(detail::message("expected a positive number, found '", text, "'"));
   });
 }
 

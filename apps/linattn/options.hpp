@@ -26,6 +26,7 @@ CLI::Validator accepted_by(const std::function<void(const std::string&)>& take);
 CLI::Validator integer_between(std::int64_t low, std::int64_t high);
 /// Accepts a finite number.
 CLI::Validator finite_number();
+CLI::Validator positive_number();
 
 /// "--qk-norm" for the attribute qk_norm.
 std::string option_name(std::string_view attribute);

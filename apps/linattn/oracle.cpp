@@ -107,6 +107,7 @@ reference::Settings settings_of(const Job& job) {
     settings.alpha = moments.at("alpha");
     settings.beta = moments.at("beta");
   }
+  if (reference::detail::is_of_scores(settings.kernel)) settings.score_scale = given.real("scale", 1);
   settings.norm = norm_of(given.text("qk_norm", "l2"));
   settings.norm_eps = given.real("norm_eps", settings.norm_eps);
   if (given.text("small_g", "check") == "clamp") settings.least_normaliser = given.real("g_min", 0);
@@ -117,6 +118,7 @@ reference::Settings settings_of(const Job& job) {
   settings.combine = combine_of(given.text("combine", "average"));
   if (job.diag_r != nullptr) settings.diag_r = job.diag_r->as<double>();
   if (job.diag_p != nullptr) settings.diag_p = job.diag_p->as<double>();
+  if (job.projection != nullptr) settings.projection = job.projection->as<double>();
   if (job.key_mask != nullptr) settings.key_mask = job.key_mask->as<std::uint8_t>();
   if (job.cu_seqlens_q != nullptr) {
     settings.cu_seqlens_q = job.cu_seqlens_q->as<std::int64_t>();

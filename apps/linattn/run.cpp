@@ -49,7 +49,7 @@ io::TensorFile read_input(const RunOptions& options) {
   read.config = options.config.values();
   io::TensorFile file = io::TensorFile::read(options.input, read);
   require_supported(file, options.backward ? Use::forward_and_backward : Use::forward);
-  if (options.state && variant_info(file.variant()).has_blocks)
+  if (options.state && !variant_info(file.variant()).has_states)
     throw InvalidArgument(detail::message("--state: expected a variant with states, found ",
                                           file.variant(), ", which has none in this version"));
   require_use_of(options.foresight, file.variant());
@@ -159,8 +159,8 @@ std::string settings_text(const Job& job) {
   for (const io::AttributeSpec& spec : settings_of_variant(job.variant)) {
     const std::string name(spec.name);
     const bool is_said = name == "causal" || name == "normalise" || info.parameter(name) != nullptr;
-    // the output is multiplied where rows are not divided, and nowhere else
-    const bool is_idle = name == "scale" && job.normalise();
+    // a scale of the output is in use where rows are not divided, and nowhere else
+    const bool is_idle = name == "scale" && job.normalise() && !info.has_own_scale;
     if (is_said || is_idle || !job.settings.has(name)) continue;
     const io::Value& value = job.settings.values().at(name);
     const auto standard = io::default_of(spec, job.settings.values(), job.problem.d);

@@ -23,6 +23,7 @@ struct Parameters {
   std::map<std::string, Parameter> by_name;
   ColumnFactors diag_r = 0.5;
   ColumnFactors diag_p = 0.5;
+  Projection projection{};
 
   const Parameter& at(const char* name) const { return by_name.at(name); }
 };
@@ -77,15 +78,19 @@ inline MomentOptions moment_options_of(const Job& job) {
 }
 
 /// A variant that has nothing but a parameter of its query map and one of its key map, which its
-/// aggregate lists in this order.
+/// aggregate lists in this order, or a scale of scores, or a projection.
 template <class V>
-V make_variant(std::type_identity<V>, const Job&, const Parameters& parameters) {
+V make_variant(std::type_identity<V>, [[maybe_unused]] const Job& job, [[maybe_unused]] const Parameters& parameters) {
   if constexpr (V::query_parameter != nullptr && V::key_parameter != nullptr)
     return V{parameters.at(V::query_parameter), parameters.at(V::key_parameter)};
   else if constexpr (V::query_parameter != nullptr)
     return V{parameters.at(V::query_parameter)};
   else if constexpr (V::key_parameter != nullptr)
     return V{parameters.at(V::key_parameter)};
+  else if constexpr (requires(const V& variant) { variant.scale; })
+    return V{.scale = job.settings.real("scale", 0)};
+  else if constexpr (ProjectedVariant<V>)
+    return V{.projection = parameters.projection};
   else
     return V{};
 }

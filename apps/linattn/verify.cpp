@@ -238,14 +238,12 @@ void verify_in(Scalar scalar, const io::TensorFile& file, const Job& job,
   const RoundedJob rounded(job, scalar);
   std::optional<RoundedReference> reference;
   if (is_16_bit(scalar)) {
-    if (job.is_matrix()) throw InvalidArgument("exact attention has no reference for rounded inputs yet");
     if (const std::string obstacle = obstacle_of_rounding(job); !obstacle.empty())
       throw InvalidArgument(obstacle);
     reference = reference_for(file, rounded.job(), scalar);
   }
   for (const Execution& execution : executions(options, scalar)) {
-    Results results;
-    if (!job.is_matrix()) results = compute(rounded.job(), execution).results;
+    Results results = compute(rounded.job(), execution).results;
     if (job.wants_diagnostics)
       results.diagnostics = diagnosis(rounded.job(), execution, results.moments);
     Comparer(file, reference ? &*reference : nullptr, execution, rows).compare_all(results);
@@ -262,10 +260,8 @@ Verification verify_file(const io::TensorFile& file, const VerifyOptions& option
   if (!gradients && !states && !moments && !diagnostics && !file.has("/expected/o"))
     throw InvalidArgument(file.file().string() +
                           ": /expected/o: expected a dataset to verify against, found nothing");
-  // of exact attention this version knows the matrix alone
-  const bool is_matrix = file.variant() == "softmax" && holds_only_diagnostics(file);
-  if (!is_matrix) require_supported(file, Use::verify);
-  Job job = is_matrix ? make_diagnostics_job(file) : make_job(file, gradients, options.foresight);
+  require_supported(file, Use::verify);
+  Job job = make_job(file, gradients, options.foresight);
   job.wants_state = states;
   job.wants_moments = moments;
   job.wants_diagnostics = diagnostics;

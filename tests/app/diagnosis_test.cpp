@@ -102,23 +102,17 @@ TEST_F(Diagnosed, MatchedRates) {
               json("v.json")["files"][0]["comparisons"][i]);
 }
 
-/// Of exact attention its matrix, in the precisions that need no reference for rounded inputs.
 TEST_F(Diagnosed, ExactAttention) {
   for (const char* name : {"softmax_causal", "softmax_causal_uniform", "softmax_full_cycle",
                            "softmax_full_gqa", "softmax_full_identity", "softmax_full_one_token"}) {
     ASSERT_TRUE(succeeded(run({"verify", fixture(name), "--json", file("v.json")}))) << name;
-    EXPECT_EQ(json("v.json")["skipped"], 2) << name;
+    EXPECT_EQ(json("v.json")["skipped"], 0) << name;
   }
   Contents contents = Contents::read(fixture("softmax_full_gqa"));
   contents["/expected/diagnostics/spectral_gap"].values<double>()[1] += 1e-3;
   contents.write(file("changed.h5"));
   EXPECT_TRUE(complained(run({"verify", file("changed.h5")}), 1,
                          {file("changed.h5"), "/expected/diagnostics/spectral_gap"}));
-  const io::Array &q = contents["/inputs/q"], &v = contents["/inputs/v"];
-  contents.datasets.emplace("/expected/o",
-                            io::Array(io::ElementType::f64, {q.extent(0), q.extent(1), q.extent(2), v.extent(3)}));
-  contents.write(file("changed.h5"));
-  EXPECT_TRUE(complained(run({"verify", file("changed.h5")}), 2, {file("changed.h5"), "softmax"}));
 }
 
 TEST_F(Diagnosed, Refusals) {

@@ -171,8 +171,12 @@ TEST_F(Refusals, ParameterThatIsNotFinite) {
 /// What the layout allows and this version cannot compute is refused, never left out.
 TEST_F(Refusals, Unsupported) {
   Contents contents = small_input();
-  contents.attributes["/"]["variant"] = "softmax";
-  expect_refused(contents, {"variant", "softmax", "identity, elu"});
+  contents.attributes["/"]["variant"] = "lavo";
+  contents.datasets.erase("/inputs/v");
+  contents.datasets.erase("/cotangent/o");
+  contents.datasets.emplace("/inputs/v", ramp({2, 2, 5, 2}));
+  contents.datasets.emplace("/inputs/bases", io::Array(std::vector<double>{1, 0, 1, 0}, {2, 1, 2}));
+  expect_refused(contents, {"variant", "lavo", "identity, elu"});
 }
 
 /// A state belongs to the variant that made it.
