@@ -13,7 +13,9 @@
 //   next_n         ratio of times of a FLOP, N + 1 over N
 //   linear_in_n    ratio of times of a token, N = 65,536 over N = 4,096
 //   d_sweep        D = Dv = 16, 32, ..., 512
-//   short          N = 1 ... 256
+//   short          N = 1 ... 256, and exact attention beside it
+//   exact          exact attention, full and causal; one head
+//   crossover      ratio of times of a token, exact attention over a linear one, N = 2 D + 64
 //   memory         bytes kept and of temporaries at N and 2 N, by the size query and measured
 //   small          smoke test
 
@@ -84,8 +86,27 @@ void add_d_sweep() {
 
 void add_short() {
   for (const Pass pass : {Pass::forward, Pass::backward})
-    for (const std::int64_t n : {1, 16, 32, 64, 128, 256})
+    for (const std::int64_t n : {1, 16, 32, 64, 128, 256}) {
       add_pass("short", pass, job<float, Elu>(shape(1, many_heads(), n, 64)));
+      add_pass("short", pass, job<float, Softmax>(shape(1, many_heads(), n, 64)));
+    }
+}
+
+template <class T>
+void add_exact() {
+  for (const bool causal : {false, true}) {
+    for (const std::int64_t d : {64, 128})
+      add_passes("exact", job<T, Softmax>(shape(1, many_heads(), 2048, d), causal));
+    add_passes("exact", job<T, Softmax>(shape(1, 1, 4096, 64), causal));
+  }
+}
+
+void add_crossover() {
+  for (const std::int64_t d : {64, 128}) {
+    const Problem p = shape(1, many_heads(), 2 * d + 64, d);
+    add_ratio("crossover", Pass::forward, job<float, Elu>(p), job<float, Softmax>(p), PerToken{});
+    add_ratio("crossover", Pass::forward, job<float, Lln>(p), job<float, Softmax>(p), PerToken{});
+  }
 }
 
 // ---- memory -------------------------------------------------------------------------------------
@@ -134,6 +155,9 @@ void register_rows() {
   add_long_and_next();
   add_d_sweep();
   add_short();
+  add_exact<float>();
+  add_exact<double>();
+  add_crossover();
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     add_memory<float, Elu>(pass);
     add_memory<float, Lln>(pass);

@@ -28,6 +28,8 @@ EFF = {"free": {"forward": 0.60, "backward": 0.50}, "elu": {"forward": 0.50, "ba
 FEW_HEADS = 0.8  # throughput of one head over that of many
 LLN_OVER_ELU = 1.25  # time
 LLN_DIAG_OVER_LLN = {"causal": 1.7, "full": 2.3}  # time, D = 64
+EXACT_EFF = {"forward": 0.50, "backward": 0.40}
+CROSSOVER = 1.0  # time of exact attention over that of a linear one, causal, N = 2 D + 64
 JUMP = 2.0  # time of a FLOP between neighbours
 GPU_EFF = {"forward": 0.35, "backward": 0.25}
 
@@ -244,6 +246,38 @@ def short_lines(files):
     return lines
 
 
+def exact_lines(files):
+    """Exact attention against the FMA rate, and where linear attention overtakes it."""
+    lines = []
+    for mask in ("full", "causal"):
+        for heads, n, d in ((None, 2048, 64), (None, 2048, 128), (1, 4096, 64)):
+            for passes in PASSES:
+                cells = []
+                for file in files:
+                    rows = file.of("exact", passes=passes, type="f32")
+                    row = one(
+                        [
+                            r
+                            for r in rows
+                            if r.mask == mask
+                            and (r.extents["N"], r.extents["D"]) == (n, d)
+                            and (r.extents["H"] == 1) == (heads == 1)
+                        ]
+                    )
+                    cells.append(at_least(row["eff"], EXACT_EFF[passes], [row]) if row else MISSING)
+                what = f"eff, exact attention, fp32, {'B H = 1, ' if heads == 1 else ''}N = {n:,}, D = Dv = {d}, {mask}, {passes}"
+                lines.append(Line(what, f">= {EXACT_EFF[passes]:.2f}", cells))
+    for variant in ("elu", "lln"):
+        for d in (64, 128):
+            cells = []
+            for file in files:
+                row = one([r for r in file.of("crossover", variant=variant) if r.extents["D"] == d])
+                cells.append(at_least(row["ratio"], CROSSOVER, [row]) if row else MISSING)
+            what = f"time of exact attention over {variant}, causal, N = 2 D + 64 = {2 * d + 64}, forward"
+            lines.append(Line(what, f">= {CROSSOVER:.0f}", cells))
+    return lines
+
+
 def memory_lines(files):
     """Kept bytes by definition; temporaries by the size query against the formula, and as the process grew."""
     lines = []
@@ -305,6 +339,7 @@ def host_lines(files):
         + cliff_lines(files)
         + linear_lines(files)
         + short_lines(files)
+        + exact_lines(files)
         + memory_lines(files)
     )
     return [line for line in lines if line.cells]

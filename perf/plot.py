@@ -6,7 +6,8 @@
 
 Charts that the rows of the files allow: eff by variant (group main), eff and time of a FLOP against D (d_sweep), time
 of a token and memory against N (n_sweep, ten_n), decoding (step). Rows that were disturbed are left out. Of a study of
-`linattn moments` or `linattn diagnose` all its charts (see perf/lln.py).
+`linattn moments` or `linattn diagnose` all its charts (see perf/lln.py), and of `linattn study` (see
+perf/comparison.py).
 """
 
 import argparse
@@ -163,21 +164,23 @@ def caption(files):
 
 
 def main(arguments=None):
-    import lln  # which draws with what is here
+    import comparison  # which draw with what is here
+    import lln
 
     parser = argparse.ArgumentParser(description="Draws results as an SVG file.")
     parser.add_argument("files", nargs="+", metavar="FILE.json")
     parser.add_argument("-o", "--output", required=True, metavar="OUT.svg")
     options = parser.parse_args(arguments)
     try:
-        loaded = [lln.load(path) for path in options.files]
+        loaded = [comparison.load(path) for path in options.files]
         files = [file for file in loaded if not isinstance(file, lln.Study)]
         studies = [file for file in loaded if isinstance(file, lln.Study)]
-        drawn = charts(files) + [c for study in studies for found in lln.charts_of(study).values() for c in found]
+        of = lambda study: comparison if isinstance(study, comparison.Comparison) else lln
+        drawn = charts(files) + [c for study in studies for found in of(study).charts_of(study).values() for c in found]
         if not drawn:
             raise results.UnusableFile("no rows that any chart shows")
         with open(options.output, "w", encoding="utf-8") as file:
-            file.write(figure(drawn, caption=caption(files) if files else lln.caption_of(studies[0])))
+            file.write(figure(drawn, caption=caption(files) if files else of(studies[0]).caption_of(studies[0])))
     except results.UnusableFile as error:
         print(f"plot: {error}", file=sys.stderr)
         return 2

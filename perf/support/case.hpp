@@ -46,13 +46,36 @@ void fill(const ExecSpace& exec, const View& x, const Fill& numbers) {
                        FillKernel<T>{numbers, x.data()});
 }
 
-/// FLOPs of the recurrent minimum (an FMA counts 2), with M = Dv + 1 values a row where rows are
-/// normalised: forward 2 D M for each key (state) and each query (output); backward 6 D M for each
-/// key (state, dk, dv) and 4 D M for each query (dq, mirrored state). What chunks add earns no
+/// Features of a row of d entries: those of the variant, 2 D for one with a projection, 0 for exact attention.
+template <class V>
+std::int64_t features_of_row(std::int64_t d) {
+  if constexpr (ProjectedVariant<V>)
+    return 2 * d;
+  else
+    return LinAttn::detail::features_of(V{}, d);
+}
+
+/// A variant with a projection of 2 D orthogonal rows where it needs one and has none.
+template <class V, class ExecSpace>
+struct Completed {
+  Completed(const V& given, const ExecSpace& exec, std::int64_t d) : variant(given) {
+    if constexpr (ProjectedVariant<V>) {
+      if (variant.projection.present()) return;
+      projection = orthogonal_features(exec, features_of_row<V>(d), d, 1);
+      variant.projection = projection;
+    }
+  }
+  V variant;
+  Kokkos::View<double**, typename ExecSpace::memory_space> projection{};
+};
+
+/// FLOPs of the recurrent minimum (an FMA counts 2) with R features and M = Dv + 1 values a row where
+/// rows are normalised: forward 2 R M for each key (state) and each query (output); backward 6 R M for
+/// each key (state, dk, dv) and 4 R M for each query (dq, mirrored state). What chunks add earns no
 /// credit.
-inline double recurrent_flops(const Problem& p, bool normalise, Pass pass) {
+inline double recurrent_flops(const Problem& p, std::int64_t features, bool normalise, Pass pass) {
   const double a_row =
-      2.0 * static_cast<double>(p.d) * static_cast<double>(p.dv + (normalise ? 1 : 0));
+      2.0 * static_cast<double>(features) * static_cast<double>(p.dv + (normalise ? 1 : 0));
   const auto queries = static_cast<double>(p.batch * p.heads * p.nq);
   const auto keys = static_cast<double>(p.batch * p.kv_heads * p.nk);
   return pass == Pass::backward ? a_row * (2 * queries + 3 * keys) : a_row * (queries + keys);
@@ -111,9 +134,9 @@ class Case {
   using Tensor = Kokkos::View<T****, Kokkos::LayoutRight, Memory>;
 
   Case(const V& variant, const Problem& problem, const Options& options)
-      : m_variant(variant), m_p(problem), m_options(options) {
+      : m_completed(variant, m_exec, problem.d), m_variant(m_completed.variant), m_p(problem), m_options(options) {
     // Normalised weights of both signs could have a row sum of 0.
-    const bool positive = std::is_same_v<V, Identity> && normalise();
+    const bool positive = (std::is_same_v<V, Identity> || std::is_same_v<V, Cosine>) && normalise();
     q = filled("q", m_p.heads, m_p.nq, m_p.d, {1, positive});
     k = filled("k", m_p.kv_heads, m_p.nk, m_p.d, {2, positive});
     v = filled("v", m_p.kv_heads, m_p.nk, m_p.dv, {3, false});
@@ -136,7 +159,12 @@ class Case {
   /// A token is one position of one query head.
   double tokens() const { return static_cast<double>(m_p.batch * m_p.heads * m_p.nq); }
   double flops(Pass pass) const {
-    const double linear = recurrent_flops(m_p, normalise(), pass);
+    if constexpr (ExactVariant<V>) return block_flops(m_p, std::max<std::int64_t>(m_p.nk, 1), m_options.causal, pass);
+    const std::int64_t features = features_of_row<V>(m_p.d);
+    const double linear = recurrent_flops(m_p, features, normalise(), pass);
+    if constexpr (ProjectedVariant<V>)  // logits, and what their gradients bring back
+      return linear + 2.0 * static_cast<double>(features * m_p.d) *
+                          static_cast<double>(m_p.batch * (m_p.heads * m_p.nq + m_p.kv_heads * m_p.nk));
     if constexpr (has_local_term_v<V>) {
       const std::int64_t block = m_variant.local_term().block;
       return linear + block_flops(m_p, block > 0 ? block : std::max<std::int64_t>(m_p.d, 1),
@@ -189,6 +217,7 @@ class Case {
   }
 
   ExecSpace m_exec;
+  Completed<V, ExecSpace> m_completed;
   V m_variant;
   Problem m_p;
   Options m_options;

@@ -86,6 +86,19 @@ class Bars(ScriptTest):
         cell = self.lines(*ours, *exact)[what]
         self.assertEqual((cell.verdict, cell.text), ("below", "2.00 (N = 16)"))
 
+    def test_exact_attention_and_where_it_is_overtaken(self):
+        name = "exact/{0}/softmax/f32/{1}/B1/H{2}/N{3}/D64/Dv64"
+        lines = self.lines(
+            row(name.format("forward", "full", 8, 2048), 1, eff=0.55),
+            row(name.format("backward", "causal", 1, 4096), 1, eff=0.35),
+            row("crossover/forward/elu/f32/causal/B1/H8/N192/D64/Dv64", 1, ratio=1.2),
+            row("crossover/forward/lln/f32/causal/B1/H8/N320/D128/Dv128", 1, ratio=0.9),
+        )
+        self.assertEqual(str(lines["eff, exact attention, fp32, N = 2,048, D = Dv = 64, full, forward"]), "0.55 ok")
+        self.assertEqual(str(lines["eff, exact attention, fp32, B H = 1, N = 4,096, D = Dv = 64, causal, backward"]), "0.35 below")
+        self.assertEqual(str(lines["time of exact attention over elu, causal, N = 2 D + 64 = 192, forward"]), "1.20 ok")
+        self.assertEqual(str(lines["time of exact attention over lln, causal, N = 2 D + 64 = 320, forward"]), "0.90 below")
+
     def test_memory(self):
         kept, query = (
             "numbers kept for each row, elu, fp32, forward",

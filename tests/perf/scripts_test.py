@@ -47,7 +47,11 @@ class Scripts(unittest.TestCase):
             ("scripts/bench", "--quick", "--write-docs"),
             ("scripts/bench", "--affine", "--quick", "--write-docs"),
             ("scripts/bench", "--lln", "--quick", "--write-docs"),
+            ("scripts/bench", "--comparison", "--quick", "--write-docs"),
             ("scripts/bench", "--affine", "--lln"),
+            ("scripts/bench", "--lln", "--comparison"),
+            ("scripts/bench", "--comparison", "--affine"),
+            ("scripts/bench", "--affine", "--lln", "--comparison"),
         ):
             status, out, err = run(*command)
             self.assertEqual((status, out), (2, ""), command)
@@ -55,7 +59,7 @@ class Scripts(unittest.TestCase):
 
     def test_bench_names_its_options(self):
         err = run("scripts/bench", "--help")[2]
-        for option in ("--affine", "--lln", "--quick", "--write-docs"):
+        for option in ("--affine", "--lln", "--comparison", "--quick", "--write-docs"):
             self.assertIn(option, err)
 
 
