@@ -293,7 +293,7 @@ TEST(Documents, EveryOptionAndPresetIsDocumented) {
 }
 
 TEST(Documents, EveryKernelIsDocumented) {
-  const auto labels = matches(contents(source_dir, {"include/linattn/engine", "include/linattn/local_softmax.hpp"}),
+  const auto labels = matches(contents(source_dir, {"include/linattn/engine", "include/linattn/local_softmax.hpp", "include/linattn/projected.hpp"}),
                               "\"(LinAttn::(?:forward|backward)::[a-z_]+)\"");
   const std::string page = read(source_dir / "docs/engine.md");
   ASSERT_FALSE(labels.empty());
@@ -303,6 +303,13 @@ TEST(Documents, EveryKernelIsDocumented) {
   }
   for (const std::string& label : matches(page, "`(LinAttn::(?:forward|backward)::[a-z_]+)`"))
     EXPECT_NE(std::find(labels.begin(), labels.end(), label), labels.end()) << label;
+
+  const auto launches = matches(contents(source_dir, {"src/baselines"}), "launch\\(\"(LinAttn::baselines::[a-z_]+)\"");
+  const std::string baselines = read(source_dir / "docs/baselines.md");
+  ASSERT_FALSE(launches.empty());
+  for (const std::string& label : launches) EXPECT_TRUE(contains(baselines, "`" + label + "`")) << label;
+  for (const std::string& label : matches(baselines, "`(LinAttn::baselines::[a-z]+_[a-z_]+)`"))
+    EXPECT_NE(std::find(launches.begin(), launches.end(), label), launches.end()) << label;
 }
 
 TEST(Documents, EveryFolderOfTestsIsDocumented) {
@@ -318,7 +325,7 @@ TEST(Documents, StatusListsTheVariants) {
   std::vector<std::string> variants;
   LinAttn::for_each_variant(
       [&]<class V>(std::type_identity<V>) { variants.emplace_back(V::name); });
-  EXPECT_EQ(matches(read(source_dir / "README.md"), "\n\\| `([a-z-]+)`, phi[^|]*\\| yes"),
+  EXPECT_EQ(matches(read(source_dir / "README.md"), "\n\\| `([a-z-]+)`, (?:phi|w)[^|]*\\| yes"),
             variants);
 }
 
