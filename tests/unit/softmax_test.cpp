@@ -330,6 +330,10 @@ TYPED_TEST(ExactAttention, HiddenTokensAreAnsweredAndNotKept) {
   decoder.step(true);
   EXPECT_EQ(decoder.length.get(), (std::vector<std::int64_t>{1, 1}));
   EXPECT_EQ(decoder.o.get(), (std::vector<T>{3, 9}));
+  const auto v = decoder.v.get();  // four places for each sequence, all of them NaN at first
+  EXPECT_EQ(v[0], T(3));
+  EXPECT_EQ(v[4], T(9));
+  EXPECT_TRUE(std::isnan(v[1]) && std::isnan(v[5]));
 }
 
 TYPED_TEST(ExactAttention, AFullCacheIsLeftAloneAndAnswersNaN) {
